@@ -1,0 +1,89 @@
+"""The one exception tree. Every message says what was given, what the limit is, and what to do.
+
+`TrouperError` is what a caller catches; `exit_code` is what the command line returns for it.
+An error that stops a run before anything started is a `ConfigError` (exit code 2); one that ends a run is a
+`RunError` (exit code 1).
+"""
+
+
+class TrouperError(Exception):
+    """Root of everything trouper raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(TrouperError):
+    """A configuration that cannot run: an unknown key, a wrong type, numbers that contradict each other."""
+
+    exit_code = 2
+
+
+class GraphError(ConfigError):
+    """An actor graph whose wiring is wrong; the message names the channel or actor."""
+
+
+class ModelError(ConfigError):
+    """A model folder that cannot be used: unsupported maths, a missing, extra or misshapen array, a broken file."""
+
+
+class ChatError(ConfigError):
+    """A tokenizer or chat template that cannot be used, or a message it cannot render."""
+
+
+class RunError(TrouperError):
+    """A run that started and had to end."""
+
+
+class RestartLimit(RunError):
+    """A supervisor restarted its children too often within its window.
+
+    Attributes:
+        history: one `Exited` per restart inside the window, oldest first.
+        first_cause: the exception that came first, also the `__cause__`.
+    """
+
+    def __init__(self, message: str, history: tuple[object, ...], first_cause: BaseException | None) -> None:
+        super().__init__(message)
+        self.history = history
+        self.first_cause = first_cause
+        self.__cause__ = first_cause
+
+
+class StartError(RunError):
+    """A child ended, or ran out of time, before it called `task_status.started()`."""
+
+
+class SyncError(RunError):
+    """New weights could not be brought to a sampler; the message names the sampler and the attempt."""
+
+
+class HopelessRun(RunError):
+    """The breaker: too many attempts were lost, or too many steps had nothing to learn from."""
+
+
+class NumericsError(RunError):
+    """A loss, gradient or log-prob that is not finite."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that could not be written, found or read back."""
+
+
+class EnvironmentFailure(TrouperError):
+    """Infrastructure failed under an attempt; it is counted and tried again, and never becomes a reward.
+
+    Attributes:
+        kind: the class that is counted, one of `trouper.channels.LossKind`.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RewardError(TrouperError):
+    """A reward function returned something that is no reward; the message names the function and the value."""
+
+
+class SamplerError(TrouperError):
+    """A generation request that no sampler can serve; the message says which limit it breaks."""
