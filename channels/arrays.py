@@ -22,9 +22,7 @@ def _encode_array(value: Any) -> Any:
         )
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(
-        f"cannot encode {type(value).__name__}; messages hold structs, plain values and numpy arrays"
-    )
+    raise TypeError(f"cannot encode {type(value).__name__}; messages hold structs, plain values and numpy arrays")
 
 
 def _decode_array(expected: type, value: Any) -> Any:

@@ -11,9 +11,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-LossKind: TypeAlias = Literal[
-    "env_error", "env_timeout", "env_died", "agent_error", "reward_error", "sampler_error"
-]
+LossKind: TypeAlias = Literal["env_error", "env_timeout", "env_died", "agent_error", "reward_error", "sampler_error"]
 """Why an attempt was lost. A loss is a class to be counted, never a number to be learned from."""
 
 FinishReason: TypeAlias = Literal["stop", "length"]
