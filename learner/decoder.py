@@ -1,0 +1,233 @@
+"""The decoder: Llama and Qwen2/3 as one NNX module, with and without a key-value cache.
+
+Sees token ids only. NNX stays at the edges: callers split the module once (`nnx.split`) and merge it again inside
+their jitted functions, so that a call carries plain arrays. Axes: `B` rows, `T` tokens, `V` vocabulary, `H` query
+heads, `K` key-value heads, `D` residual width, `S` cache slots, `C` cache positions.
+"""
+
+import math
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trouper.learner.model_config import ModelConfig, RopeScaling
+
+Cache: TypeAlias = list[tuple[jax.Array, jax.Array]]
+"""Per layer keys and values, each [S, K, C, head_dim]."""
+
+# A finite stand-in for minus infinity: a fully masked (padding) query then gives numbers, not NaN.
+_MASKED = -1e30
+
+
+def make_cache(config: ModelConfig, slots: int, length: int, dtype: jnp.dtype | type = jnp.float32) -> Cache:
+    """Zeroed keys and values for `slots` conversations of at most `length` tokens."""
+    shape = (slots, config.num_key_value_heads, length, config.head_dim)
+    return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_hidden_layers)]
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
+    """Rotary frequencies in radians per position, float32 [head_dim // 2].
+
+    Source: RoFormer (arXiv 2104.09864); the scaling is that of Llama 3.1's reference code.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    low = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    high = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    smooth = (scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    return jnp.where(
+        wavelengths > low, frequencies / scaling.factor, jnp.where(wavelengths < high, frequencies, blended)
+    )
+
+
+def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Apply rotary positions, half-split layout.
+
+    Args:
+        x: [..., T, heads, head_dim].
+        positions: int32 [..., T].
+        frequencies: float32 [head_dim // 2].
+    """
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, param_dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        kwargs: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        init = nnx.initializers.normal(0.02)
+        out_init = nnx.initializers.normal(0.02 / math.sqrt(2 * config.num_hidden_layers))
+        bias = config.attention_bias
+        self.q_proj = nnx.Linear(config.hidden_size, heads * width, use_bias=bias, kernel_init=init, **kwargs)
+        self.k_proj = nnx.Linear(config.hidden_size, kv_heads * width, use_bias=bias, kernel_init=init, **kwargs)
+        self.v_proj = nnx.Linear(config.hidden_size, kv_heads * width, use_bias=bias, kernel_init=init, **kwargs)
+        self.o_proj = nnx.Linear(
+            heads * width, config.hidden_size, use_bias=config.output_bias, kernel_init=out_init, **kwargs
+        )
+        if config.qk_norm:
+            self.q_norm = nnx.RMSNorm(width, epsilon=config.rms_norm_eps, **kwargs)
+            self.k_norm = nnx.RMSNorm(width, epsilon=config.rms_norm_eps, **kwargs)
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B, T, H, head_dim] and keys, and values [B, T, K, head_dim]."""
+        c = self.config
+        q = self.q_proj(x).reshape(*x.shape[:-1], c.num_attention_heads, c.head_dim)
+        k = self.k_proj(x).reshape(*x.shape[:-1], c.num_key_value_heads, c.head_dim)
+        v = self.v_proj(x).reshape(*x.shape[:-1], c.num_key_value_heads, c.head_dim)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        return rotate(q, positions, frequencies), rotate(k, positions, frequencies), v
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        """Attention output [B, T, D].
+
+        Args:
+            q: [B, T, H, head_dim].
+            k: [B, K, C, head_dim].
+            v: [B, K, C, head_dim].
+            mask: bool [B, T, C], true where a query may look.
+        """
+        c = self.config
+        batch, length = q.shape[:2]
+        grouped = q.reshape(batch, length, c.num_key_value_heads, -1, c.head_dim) * c.head_dim**-0.5
+        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, k.astype(q.dtype)).astype(jnp.float32)
+        weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), -1).astype(q.dtype)
+        mixed = jnp.einsum("bkgts,bksd->btkgd", weights, v.astype(q.dtype))
+        return self.o_proj(mixed.reshape(batch, length, -1))
+
+
+class Block(nnx.Module):
+    """Attention and a gated MLP, each behind an RMS norm and a residual."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, param_dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        kwargs: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        init = nnx.initializers.normal(0.02)
+        out_init = nnx.initializers.normal(0.02 / math.sqrt(2 * config.num_hidden_layers))
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.input_layernorm = nnx.RMSNorm(width, epsilon=config.rms_norm_eps, **kwargs)
+        self.self_attn = Attention(config, **kwargs)
+        self.post_attention_layernorm = nnx.RMSNorm(width, epsilon=config.rms_norm_eps, **kwargs)
+        self.gate_proj = nnx.Linear(width, inner, use_bias=bias, kernel_init=init, **kwargs)
+        self.up_proj = nnx.Linear(width, inner, use_bias=bias, kernel_init=init, **kwargs)
+        self.down_proj = nnx.Linear(inner, width, use_bias=bias, kernel_init=out_init, **kwargs)
+
+    def mlp(self, x: jax.Array) -> jax.Array:
+        """The gated MLP with its norm and residual."""
+        h = self.post_attention_layernorm(x)
+        return x + self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
+
+    def __call__(self, x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:
+        """The block over whole rows; arguments as for `Decoder`."""
+        q, k, v = self.self_attn.project(self.input_layernorm(x), positions)
+        x = x + self.self_attn.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+        return self.mlp(x)
+
+    def extend(
+        self,
+        x: jax.Array,
+        cache: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        slots: jax.Array | None,
+        kv_length: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """`Decoder.extend` for one layer."""
+        keys, values = cache
+        q, k, v = self.self_attn.project(self.input_layernorm(x), positions)
+        where = jnp.arange(x.shape[0]) if slots is None else slots
+        # "drop": positions beyond the cache write nothing, so dead slots and padding need no select.
+        keys = keys.at[where[:, None], :, positions].set(k.astype(keys.dtype), mode="drop")
+        values = values.at[where[:, None], :, positions].set(v.astype(values.dtype), mode="drop")
+        seen_keys = keys[:, :, :kv_length] if slots is None else keys[slots, :, :kv_length]
+        seen_values = values[:, :, :kv_length] if slots is None else values[slots, :, :kv_length]
+        mask = jnp.arange(kv_length) <= positions[..., None]
+        x = x + self.self_attn.attend(q, seen_keys, seen_values, mask)
+        return self.mlp(x), (keys, values)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model.
+
+    Args:
+        config: its shape.
+        dtype: what matrices are multiplied in.
+        param_dtype: what parameters are stored in.
+        remat: recompute each block in the backward pass: less memory, one more forward pass.
+        rngs: for the initial parameters (normal, std 0.02; output projections scaled by 1/sqrt(2 L)).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jnp.dtype | type = jnp.float32,
+        param_dtype: jnp.dtype | type = jnp.float32,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.config = config
+        self.remat = remat
+        kwargs: dict[str, Any] = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(param_dtype), "rngs": rngs}
+        init = nnx.initializers.normal(0.02)
+        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, embedding_init=init, **kwargs)
+        self.layers = nnx.List([Block(config, **kwargs) for _ in range(config.num_hidden_layers)])
+        self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, **kwargs)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, kernel_init=init, **kwargs)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:
+        """Final hidden states [B, T, D], normed.
+
+        Args:
+            tokens: int32 [B, T].
+            positions: int32 [B, T].
+            mask: bool [B, T, T], true where query (second axis) may look at key (third axis).
+        """
+        x = self.embed_tokens(tokens)
+        block = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        for layer in self.layers:
+            x = block(layer, x, positions, mask)
+        return self.norm(x)
+
+    def extend(
+        self, cache: Cache, tokens: jax.Array, positions: jax.Array, slots: jax.Array | None, kv_length: int
+    ) -> tuple[jax.Array, Cache]:
+        """Append tokens to cached conversations; each sees what its slot holds up to its own position.
+
+        Args:
+            cache: as `make_cache` gives it.
+            tokens: int32 [B, T].
+            positions: int32 [B, T]; a position of `C` or more writes nothing (padding, dead slots).
+            slots: int32 [B], the cache slot of each row; None means rows are the slots in order (`B == S`).
+            kv_length: static; how many cache positions are looked at. Must exceed every live position.
+
+        Returns:
+            Final hidden states [B, T, D], normed, and the new cache.
+        """
+        x = self.embed_tokens(tokens)
+        extended: Cache = []
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            x, layer_cache = layer.extend(x, layer_cache, positions, slots, kv_length)
+            extended.append(layer_cache)
+        return self.norm(x), extended
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Next-token logits, float32 [..., V], from normed hidden states [..., D]."""
+        if self.config.tie_word_embeddings:
+            weight = self.embed_tokens.embedding[...].astype(hidden.dtype)
+            return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        weight = self.lm_head.kernel[...].astype(hidden.dtype)
+        return jnp.einsum("...d,dv->...v", hidden, weight, preferred_element_type=jnp.float32)
