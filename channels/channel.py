@@ -52,8 +52,8 @@ class Channel(Generic[T]):
     """
 
     def __init__(self, name: str, message_type: Any, capacity: int) -> None:
-        if capacity < 0:
-            raise ValueError(f"channel {name!r} was given capacity {capacity}; it must be 0 or more")
+        if not isinstance(capacity, int) or capacity < 0:
+            raise ValueError(f"channel {name!r} was given capacity {capacity}; it must be a whole number, 0 or more")
         self.name = name
         self.message_type = message_type
         self.capacity = capacity
@@ -72,6 +72,16 @@ class Channel(Generic[T]):
     def finish(self) -> None:
         """Drop the spare sender: when all lent senders are closed too, receivers see the end."""
         self._send.close()
+
+    def abandon(self) -> None:
+        """Drop the spare receiver: when all lent receivers are closed too, sending raises trio.BrokenResourceError."""
+        self._receive.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no message can come any more: it was finished, every lent sender is closed, the buffer is empty."""
+        inner = self._send.statistics()
+        return inner.open_send_channels == 0 and inner.current_buffer_used == 0
 
     def close(self) -> None:
         """Drop both spare ends; what still waits in the channel is gone when the last receiver closes."""

@@ -11,13 +11,15 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-LossKind: TypeAlias = Literal["env_error", "env_timeout", "env_died", "agent_error", "reward_error", "sampler_error"]
+LossKind: TypeAlias = Literal[
+    "env_error", "env_timeout", "env_died", "agent_error", "episode_timeout", "reward_error", "sampler_error"
+]
 """Why an attempt was lost. A loss is a class to be counted, never a number to be learned from."""
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 """Why a generation ended: a stop id was sampled, or the token limit was reached."""
 
-EpisodeStatus: TypeAlias = Literal["done", "truncated", "max_turns", "context_overflow", "timeout"]
+EpisodeStatus: TypeAlias = Literal["done", "truncated", "max_turns", "context_overflow"]
 """How an episode ended. All but `done` were cut short by a limit and are still trainable."""
 
 
@@ -129,10 +131,6 @@ class Row(Struct, frozen=True, eq=False):
         """Number of sampled tokens."""
         return int(self.loss_mask.sum())
 
-    def digest(self) -> str:
-        """A hash of the sampled ids in their order, to prove that what was sampled is what is trained."""
-        return hashlib.blake2b(self.tokens[self.loss_mask].tobytes(), digest_size=16).hexdigest()
-
 
 class Message(Struct, frozen=True):
     """One chat message as a reader or a reward function sees it; the token truth is in the rows.
@@ -156,6 +154,7 @@ class Episode(Struct, frozen=True, eq=False):
         status: how it ended.
         turns: number of model calls.
         messages: the conversation as text, for readers and judges.
+        sampled_digest: the sampler's own hash of the ids it gave; empty where nobody took one.
         metrics: named numbers of this episode, averaged in the step's metrics.
         timings: seconds spent, by name.
     """
@@ -166,6 +165,7 @@ class Episode(Struct, frozen=True, eq=False):
     status: EpisodeStatus
     turns: int
     messages: tuple[Message, ...] = ()
+    sampled_digest: str = ""
     metrics: dict[str, float] = {}
     timings: dict[str, float] = {}
 
@@ -173,6 +173,13 @@ class Episode(Struct, frozen=True, eq=False):
     def sampled(self) -> int:
         """Number of sampled tokens in all rows."""
         return sum(row.sampled for row in self.rows)
+
+    def digest(self) -> str:
+        """A hash of the sampled ids of all rows, in order: what is trained is what was sampled."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self.rows:
+            digest.update(row.tokens[row.loss_mask].tobytes())
+        return digest.hexdigest()
 
 
 class Lost(Struct, frozen=True):

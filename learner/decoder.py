@@ -10,8 +10,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from numpy.typing import ArrayLike, NDArray
 
+from trouper.channels import ModelError
 from trouper.learner.model_config import ModelConfig, RopeScaling
 
 Cache: TypeAlias = list[tuple[jax.Array, jax.Array]]
@@ -25,6 +28,33 @@ def make_cache(config: ModelConfig, slots: int, length: int, dtype: jnp.dtype | 
     """Zeroed keys and values for `slots` conversations of at most `length` tokens."""
     shape = (slots, config.num_key_value_heads, length, config.head_dim)
     return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_hidden_layers)]
+
+
+def check_token_ids(ids: ArrayLike, vocab_size: int) -> NDArray[np.int32]:
+    """Token ids as int32, proved to be rows of the embedding table.
+
+    For before ids reach a device, where an id outside the table reads another row without an error. The limit is
+    the table's rows, not the tokenizer's length: tables are padded, and tokenizers count added tokens apart.
+
+    Args:
+        ids: integers of any shape.
+        vocab_size: rows of the embedding table, `V`.
+
+    Raises:
+        ModelError: an id is outside [0, V), or the dtype is no integer, or too narrow for `V` (ids may have wrapped).
+    """
+    array = np.asarray(ids)
+    if array.size == 0:
+        return array.astype(np.int32)
+    if not np.issubdtype(array.dtype, np.integer) or np.iinfo(array.dtype).max < vocab_size - 1:
+        raise ModelError(f"token ids came as {array.dtype}, which cannot hold every id below {vocab_size}; use int32")
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest < 0 or highest >= vocab_size:
+        raise ModelError(
+            f"token id {lowest if lowest < 0 else highest} is outside the embedding table of {vocab_size} rows; "
+            "does the tokenizer belong to this model?"
+        )
+    return array.astype(np.int32)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
@@ -200,7 +230,8 @@ class Decoder(nnx.Module):
         block = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for layer in self.layers:
             x = block(layer, x, positions, mask)
-        return self.norm(x)
+        hidden: jax.Array = self.norm(x)
+        return hidden
 
     def extend(
         self, cache: Cache, tokens: jax.Array, positions: jax.Array, slots: jax.Array | None, kv_length: int

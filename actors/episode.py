@@ -1,0 +1,264 @@
+"""Episode slots: each plays one attempt after another, agent beside environment, and retries what infrastructure lost.
+
+A slot has two tasks for its whole life: this one runs the agent, `EnvironmentActor` owns the environment. A failure
+of the environment, a reward function, the sampler or the agent's own code costs the attempt, which is tried again in
+the same slot with a seed of its own; after `max_attempts` it is `Lost`. Nothing that failed ever becomes a reward.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import trio
+from msgspec import Struct
+
+from trouper.actors.backoff import Backoff
+from trouper.actors.config import Environment as Deadlines
+from trouper.actors.environment import EnvironmentActor, first_leaf
+from trouper.actors.sampler import Generate, Generator, Sampler
+from trouper.actors.threads import Threads
+from trouper.channels import (
+    Attempt,
+    Episode,
+    EpisodeStatus,
+    HopelessRun,
+    LossKind,
+    Lost,
+    Outcome,
+    Receiver,
+    RewardError,
+    RunError,
+    SamplerError,
+    Sampling,
+    Sender,
+)
+from trouper.envs import Agent, Chat, Conversation, ConversationOver, Rewards
+
+BREAKER_WINDOW = 256
+"""Attempts over which the share of lost ones is taken."""
+
+
+class Breaker:
+    """Ends a run whose attempts are lost one after another: waiting would not make it better.
+
+    Args:
+        max_consecutive_lost: this many in a row are one too many.
+        max_lost_fraction: more than this share of the last 256 is too much.
+    """
+
+    def __init__(self, max_consecutive_lost: int, max_lost_fraction: float) -> None:
+        self.lost: Counter[str] = Counter()
+        self._max_consecutive = max_consecutive_lost
+        self._max_fraction = max_lost_fraction
+        self._recent: deque[bool] = deque(maxlen=BREAKER_WINDOW)
+        self._consecutive = 0
+        self._first: dict[str, str] = {}
+
+    def survived(self) -> None:
+        """An attempt came to its end."""
+        self._recent.append(False)
+        self._consecutive = 0
+
+    def lose(self, kind: LossKind, cause: str) -> None:
+        """An attempt was lost.
+
+        Raises:
+            HopelessRun: one too many.
+        """
+        self.lost[kind] += 1
+        self._first.setdefault(kind, cause)
+        self._recent.append(True)
+        self._consecutive += 1
+        share = sum(self._recent) / BREAKER_WINDOW
+        if self._consecutive >= self._max_consecutive:
+            limit = f"{self._consecutive} attempts in a row were lost (rollout.max_consecutive_lost)"
+        elif len(self._recent) == BREAKER_WINDOW and share > self._max_fraction:
+            limit = (
+                f"{share:.0%} of the last {BREAKER_WINDOW} attempts were lost; "
+                f"rollout.max_lost_fraction allows {self._max_fraction:.0%}"
+            )
+        else:
+            return
+        counts = ", ".join(f"{kind} {count}" for kind, count in self.lost.most_common())
+        raise HopelessRun(f"{limit}. Lost so far: {counts}. First cause of {kind}: {self._first[kind]}")
+
+
+class EpisodeRules(Struct, frozen=True, kw_only=True):
+    """How episodes are played; the fields are those of `[sampling]` and `[rollout]`."""
+
+    sampling: Sampling
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_turns: int
+    max_context_tokens: int
+    episode_timeout: float
+    max_attempts: int
+    on_rewrite: Literal["fork", "append"] = "fork"
+
+
+class EpisodeSlots:
+    """All slots of one kind of episode, as one actor.
+
+    Args:
+        concurrency: number of slots.
+        make_environment: makes one environment object.
+        agent: plays.
+        chat: turns text into ids.
+        rewards: judge finished episodes.
+        rules: limits and sampling.
+        deadlines: the `[environment]` section.
+        sampler: answers the requests.
+        breaker: counts lost attempts.
+        note: told what is worth a line in the log.
+    """
+
+    def __init__(
+        self,
+        concurrency: int,
+        *,
+        make_environment: Callable[[], Any],
+        agent: Agent,
+        chat: Chat,
+        rewards: Rewards,
+        rules: EpisodeRules,
+        deadlines: Deadlines,
+        sampler: Sampler,
+        breaker: Breaker,
+        note: Callable[[str], None],
+    ) -> None:
+        self._concurrency = concurrency
+        self._make_environment = make_environment
+        self._agent = agent
+        self._chat = chat
+        self._rewards = rewards
+        self._rules = rules
+        self._deadlines = deadlines
+        self._sampler = sampler
+        self._note = note
+        self._threads = Threads(2 * concurrency, deadlines.max_abandoned_threads, deadlines.isolation)
+        self._environments: list[EnvironmentActor] = []
+        self.breaker = breaker
+        self.busy = 0
+
+    @property
+    def restarts(self) -> int:
+        """Environments thrown away so far."""
+        return sum(environment.restarts for environment in self._environments)
+
+    async def run(self, inbox: Receiver[Attempt], outbox: Sender[Outcome], requests: Sender[Generate]) -> None:
+        """Play every attempt that comes."""
+        async with trio.open_nursery() as nursery:
+            for index in range(self._concurrency):
+                nursery.start_soon(self._slot, index, inbox, outbox, requests)
+
+    async def _slot(
+        self, index: int, inbox: Receiver[Attempt], outbox: Sender[Outcome], requests: Sender[Generate]
+    ) -> None:
+        deadlines = self._deadlines
+        backoff = Backoff(str(index), first=deadlines.restart_backoff, longest=deadlines.restart_backoff_max)
+        world = EnvironmentActor(self._make_environment, deadlines, self._threads, backoff, self._note)
+        self._environments.append(world)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.serve)
+            async for attempt in inbox:
+                self.busy += 1
+                outcome = await self._play(attempt, world, requests)
+                self.busy -= 1
+                await outbox.send(outcome)
+            nursery.cancel_scope.cancel()
+
+    async def _play(self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]) -> Outcome:
+        while True:
+            outcome = await self._try(attempt, world, requests)
+            if isinstance(outcome, Episode):
+                self.breaker.survived()
+                return outcome
+            self.breaker.lose(outcome.kind, outcome.cause)
+            self._note(f"attempt {attempt.id} of task {attempt.task.id!r} was lost: {outcome.kind}: {outcome.cause}")
+            if attempt.tries + 1 >= self._rules.max_attempts:
+                return outcome
+            attempt = msgspec.structs.replace(attempt, tries=attempt.tries + 1)
+
+    async def _try(self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]) -> Episode | Lost:
+        started = trio.current_time()
+        generator = Generator(self._sampler, requests, attempt.id, attempt.seed)
+        episode: Episode | None = None
+        error: BaseException | None = None
+        with trio.CancelScope(deadline=started + self._rules.episode_timeout) as scope:
+            world.begin(attempt.task, scope)
+            try:
+                episode = await self._episode(attempt, world, generator, started)
+            except* RunError:
+                raise
+            except* Exception as group:  # agents, rewards and samplers may raise anything: the attempt is lost
+                error = first_leaf(group)
+        generator.close()
+        if world.failure is not None:
+            return Lost(attempt, _kind(world.failure), str(world.failure))
+        if error is not None:
+            return Lost(attempt, _kind(error), f"{type(error).__name__}: {error}")
+        if episode is None:
+            limit = f"rollout.episode_timeout = {self._rules.episode_timeout:g} s"
+            return Lost(attempt, "episode_timeout", f"the attempt took longer than {limit}")
+        return episode
+
+    async def _episode(
+        self, attempt: Attempt, world: EnvironmentActor, generator: Generator, started: float
+    ) -> Episode:
+        rules = self._rules
+        talk = Conversation(
+            self._chat,
+            generator,
+            sampling=rules.sampling,
+            max_context=rules.max_context_tokens,
+            max_response_tokens=rules.max_response_tokens,
+            max_turns=rules.max_turns,
+            max_prompt_tokens=rules.max_prompt_tokens,
+            on_rewrite=rules.on_rewrite,
+        )
+        await world.prepare()
+        try:
+            await self._agent(talk, world)
+        except* ConversationOver:
+            pass  # turns or context are used up: `talk.status` says which
+        score = await world.score()
+        judged = await self._rewards.score(
+            attempt.task, talk.messages, partial(self._judge, self._deadlines.reward_timeout)
+        )
+        parts = [value for value in (score, judged.total) if value is not None]
+        status: EpisodeStatus = talk.status
+        if status == "done" and world.truncated:
+            status = "truncated"
+        metrics = {**world.metrics, **talk.metrics}
+        metrics.update({f"rewards/{name}": value for name, value in judged.parts.items() if value is not None})
+        now = trio.current_time()
+        return Episode(
+            attempt=attempt,
+            rows=talk.rows(),
+            # A function that cannot judge leaves the episode without a reward: what the others gave is not the whole.
+            reward=None if None in (score, *judged.parts.values()) else sum(parts),
+            status=status,
+            turns=talk.turns,
+            messages=talk.messages,
+            sampled_digest=generator.digest(),
+            metrics=metrics,
+            timings={"total": now - started, "generate": generator.seconds, "environment": world.seconds},
+        )
+
+    async def _judge(self, limit: float, function: Callable[[], Any]) -> Any:
+        try:
+            with trio.fail_after(limit):
+                return await self._threads.call(function)
+        except trio.TooSlowError:
+            raise TimeoutError(f"it took longer than environment.reward_timeout = {limit:g} s") from None
+
+
+def _kind(error: BaseException) -> LossKind:
+    kind = getattr(error, "kind", None)
+    if kind is not None:
+        return kind  # type: ignore[no-any-return]  # an EnvironmentFailure's
+    if isinstance(error, RewardError):
+        return "reward_error"
+    return "sampler_error" if isinstance(error, SamplerError) else "agent_error"

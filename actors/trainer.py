@@ -1,0 +1,259 @@
+"""The trainer: accumulates groups as they arrive, steps the optimizer once per step's slots, publishes and saves.
+
+Knows the learner's interface, not its maths. A stop request is heard between two device calls: what the current step
+had accumulated is given up (its slots are open in the checkpoint and are played again), the last step is saved.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import trio
+from msgspec import Struct
+
+from trouper.actors.accelerator import Accelerator
+from trouper.actors.metrics import Recorder, step_metrics
+from trouper.actors.pacer import Pacer
+from trouper.actors.source import Source, SourcePosition
+from trouper.channels import Group, HopelessRun, NumericsError, Receiver, Sender, Weights
+
+
+class PolicyLearner(Protocol):
+    """What the trainer needs of `trouper.learner.learner.Learner`."""
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Accumulate the gradient of some groups."""
+
+    def update(self) -> dict[str, float]:
+        """Take the optimizer step; metrics."""
+
+    def warm_up(self) -> None:
+        """Compile every shape."""
+
+    def state_tree(self) -> Any:
+        """Everything a checkpoint has to hold."""
+
+
+class CheckpointFolder(Protocol):
+    """What the trainer needs of `trouper.learner.checkpoint.Checkpoints`."""
+
+    def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
+        """Write a step; may go on in the background."""
+
+    def wait(self) -> None:
+        """Until nothing goes on in the background."""
+
+
+class CheckpointMeta(Struct, frozen=True):
+    """The JSON item of a checkpoint, written in the same commit as the arrays.
+
+    Attributes:
+        step: steps of the training order that are done.
+        life: which life of the learner wrote it.
+        source: where the tasks stand.
+    """
+
+    step: int
+    life: int
+    source: SourcePosition
+
+
+class Trainer:
+    """One learner as an actor.
+
+    Args:
+        learner: does the maths.
+        publish: a copy of the parameters in the sampler's dtype, which no later step donates, and its checksum.
+        accelerator: where its calls run.
+        pacer: says how many groups a step has.
+        source: says which slots are open, for checkpoints.
+        checkpoints: where to save.
+        recorder: takes the metrics.
+        gauges: numbers of the other actors, read once per step.
+        life: which life of the learner this is.
+        step: steps of the training order that are done already.
+        weight_sync_steps: steps between two publications.
+        save_interval_steps: steps between two saves; 0 saves only at the end.
+        mask_truncated: train nothing on episodes that were cut short.
+        drop_last: leave out a last step that is short of groups.
+        max_empty_steps: steps in a row without anything to train before the run is called hopeless.
+    """
+
+    def __init__(
+        self,
+        learner: PolicyLearner,
+        publish: Callable[[], tuple[Any, int]],
+        accelerator: Accelerator,
+        pacer: Pacer,
+        source: Source,
+        checkpoints: CheckpointFolder,
+        recorder: Recorder,
+        *,
+        gauges: Callable[[], Mapping[str, float]],
+        life: int,
+        step: int,
+        weight_sync_steps: int,
+        save_interval_steps: int,
+        mask_truncated: bool,
+        drop_last: bool,
+        max_empty_steps: int,
+    ) -> None:
+        self.step = step
+        self._learner = learner
+        self._copy = publish
+        self._accelerator = accelerator
+        self._pacer = pacer
+        self._source = source
+        self._checkpoints = checkpoints
+        self._recorder = recorder
+        self._gauges = gauges
+        self._life = life
+        self._weight_sync_steps = weight_sync_steps
+        self._save_interval_steps = save_interval_steps
+        self._mask_truncated = mask_truncated
+        self._drop_last = drop_last
+        self._max_empty_steps = max_empty_steps
+        self._saved = step
+        self._empty_steps = 0
+        self._published: tuple[Any, int] | None = None
+        self._interruptible = trio.CancelScope()
+        self._stop = trio.Event()
+        self._step_started = 0.0
+        self._seconds: dict[str, float] = {}
+
+    async def run(
+        self,
+        inbox: Receiver[Group],
+        outbox: Sender[Weights],
+        stop: trio.Event,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Train until the data ends or a stop is asked for, and save."""
+        await self._accelerator.run(self._learner.warm_up)
+        self._stop = stop
+        task_status.started()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch)
+            await self._train(inbox, outbox)
+            nursery.cancel_scope.cancel()
+        if self.step > self._saved:
+            await self._accelerator.run(self._save)
+        await self._accelerator.run(self._checkpoints.wait)
+
+    async def _watch(self) -> None:
+        await self._stop.wait()
+        self._interruptible.cancel()
+
+    async def _unless_stopped(self, wait: Callable[[], Any]) -> Any:
+        """The result of a wait that a stop request cuts short; None when it did."""
+        with trio.CancelScope() as self._interruptible:
+            if not self._stop.is_set():
+                return await wait()
+        return None
+
+    async def _train(self, inbox: Receiver[Group], outbox: Sender[Weights]) -> None:
+        self._begin_step()
+        hand: list[Group] = []
+        while not self._stop.is_set():
+            with self._timed("trainer_wait"):
+                try:
+                    group: Group | None = await self._unless_stopped(inbox.receive)
+                except trio.EndOfChannel:
+                    if hand and not self._drop_last:
+                        await self._finish_step(hand, outbox)
+                    return
+            if group is None:
+                return
+            hand.append(group)
+            trained = self._trained(group)
+            if trained.episodes:
+                with self._timed("train"):
+                    await self._accelerator.run(self._learner.add, [trained])
+            if len(hand) == self._pacer.size(self.step) and not self._is_short(hand):
+                await self._finish_step(hand, outbox)
+                hand = []
+
+    def _is_short(self, hand: list[Group]) -> bool:
+        return self._drop_last and len(hand) < self._pacer.groups_per_step
+
+    def _trained(self, group: Group) -> Group:
+        for episode in group.episodes:
+            if episode.sampled_digest and episode.digest() != episode.sampled_digest:
+                raise NumericsError(
+                    f"episode {episode.attempt.id}: the ids in its rows are not the ids that were sampled; an actor "
+                    "between sampler and trainer changed them, and must leave rows as they are"
+                )
+        if not self._mask_truncated:
+            return group
+        whole = [index for index, episode in enumerate(group.episodes) if episode.status == "done"]
+        episodes = tuple(group.episodes[index] for index in whole)
+        return msgspec.structs.replace(group, episodes=episodes, advantages=group.advantages[whole])
+
+    async def _finish_step(self, hand: list[Group], outbox: Sender[Weights]) -> None:
+        metrics = step_metrics(hand, self.step)
+        trained = any(group.episodes for group in hand)
+        if trained:
+            with self._timed("train"):
+                metrics |= await self._accelerator.run(self._learner.update)
+            self._empty_steps = 0
+            self._published = None
+        else:
+            self._count_empty(hand)
+        self.step += 1
+        if self.step % self._weight_sync_steps == 0:
+            with self._timed("publish"):
+                await self._publish(outbox)
+        if self._save_interval_steps and self.step % self._save_interval_steps == 0:
+            with self._timed("checkpoint"):
+                await self._accelerator.run(self._save)
+        now = trio.current_time()
+        metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics |= {"time/step": now - self._step_started, **self._gauges()}
+        self._recorder.record(self.step, metrics)
+        for group in hand:
+            self._recorder.episodes(self.step, group)
+        self._begin_step()
+
+    def _count_empty(self, hand: list[Group]) -> None:
+        self._empty_steps += 1
+        if self._empty_steps >= self._max_empty_steps:
+            reasons = ", ".join(sorted({str(group.void) for group in hand}))
+            raise HopelessRun(
+                f"{self._empty_steps} steps in a row had nothing to learn from ({reasons}); train.max_empty_steps "
+                "allows no more. The log names what was lost and why"
+            )
+
+    async def _publish(self, outbox: Sender[Weights]) -> None:
+        if self._published is None:
+            self._published = await self._accelerator.run(self._copy)
+        params, checksum = self._published
+        weights = Weights(life=self._life, step=self.step, params=params, checksum=checksum)
+        await self._unless_stopped(lambda: outbox.send(weights))
+
+    def _save(self) -> None:
+        source = self._source.position(self.step * self._pacer.groups_per_step)
+        meta = CheckpointMeta(step=self.step, life=self._life, source=source)
+        self._checkpoints.save(self.step, self._learner.state_tree(), msgspec.to_builtins(meta))
+        self._saved = self.step
+
+    def _begin_step(self) -> None:
+        self._step_started = trio.current_time()
+        self._seconds = {}
+
+    def _timed(self, name: str) -> "_Timer":
+        return _Timer(self._seconds, name)
+
+
+class _Timer:
+    """Adds the time spent inside to a named sum."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds = seconds
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._started = trio.current_time()
+
+    def __exit__(self, *exc: object) -> None:
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + trio.current_time() - self._started

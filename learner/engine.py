@@ -1,0 +1,319 @@
+"""The generation engine: fixed slots, continuous batching, reuse of cached prefixes, weights that change on the way.
+
+Plain synchronous Python, driven chunk by chunk from one thread; it is deaf to who asks and why. Sees token ids only.
+The maths is in `trouper.learner.decoder` and `trouper.learner.sampling`, the bookkeeping in `trouper.learner.slots`;
+here they meet in three compiled calls (decode a chunk, prefill rows, copy prefixes) whose shapes never depend on the
+requests. A context is cached up to its last token; the next decode step feeds that one, so prefill needs no logits.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
+
+from trouper.channels import NumericsError
+from trouper.learner.checksum import checksum
+from trouper.learner.decoder import Cache, Decoder, make_cache
+from trouper.learner.slots import Column, Copy, Request, Slots, Version
+
+__all__ = ["Engine", "Finished", "Request", "Statistics"]
+
+KV_BUCKETS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""How many cache positions attention may look at; a call takes the smallest that covers what is cached."""
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """What an engine has done so far.
+
+    Attributes:
+        prefill_tokens: context tokens whose keys and values were computed by prefill.
+        reused_tokens: context tokens that were cached already: a conversation's own, or copied from another's.
+        decoded_tokens: tokens sampled.
+        chunks: decode calls.
+        evictions: idle conversations that lost their slot to another.
+        compiled_shapes: different calls made; constant after `warm_up`.
+    """
+
+    prefill_tokens: int
+    reused_tokens: int
+    decoded_tokens: int
+    chunks: int
+    evictions: int
+    compiled_shapes: int
+
+
+class Engine:
+    """Answers generation requests with one decoder.
+
+    The decoder's arrays are used as they are, not copied: nobody may donate them while the engine samples from them.
+
+    Args:
+        decoder: the model; its parameters are the first weights.
+        slots: conversations decoded side by side, `S`.
+        length: tokens that a conversation may have, `C`.
+        chunk: tokens decoded per slot between two admissions.
+        kv_dtype: what keys and values are cached in.
+        version: (life, step) of the decoder's parameters.
+        prefill_rows: rows of the prefill call; a quarter of them is a second shape, for when little waits. A long
+            context takes several rows.
+        prefill_tokens: tokens in a row.
+        kv_buckets: ascending; those below `length` are used, and `length` itself.
+        vocab_limit: ids at and above it are never sampled (tables are padded beyond the tokenizer's length).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        slots: int,
+        length: int,
+        chunk: int = 8,
+        kv_dtype: DTypeLike = jnp.float32,
+        version: Version = (0, 0),
+        prefill_rows: int = 8,
+        prefill_tokens: int = 64,
+        kv_buckets: Iterable[int] = KV_BUCKETS,
+        vocab_limit: int | None = None,
+    ) -> None:
+        self.version = version
+        self._length, self._chunk = length, chunk
+        self._vocabulary = decoder.config.vocab_size
+        self._row_counts = tuple(sorted({max(1, prefill_rows // 4), prefill_rows}))
+        self._row_width = min(prefill_tokens, length)
+        self._buckets = (*(bucket for bucket in kv_buckets if bucket < length), length)
+        graph, state = nnx.split(decoder)
+        leaves, tree = jax.tree.flatten(state)
+        self._params = _committed(leaves)
+        placement = cache_placement(self._params[0].sharding)
+        self._calls = compile_for(graph, tree, placement, chunk, vocab_limit)
+        self._cache: Cache = jax.device_put(make_cache(decoder.config, slots, length, jnp.dtype(kv_dtype)), placement)
+        self._slots = Slots(slots, length)
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._running: dict[int, int] = {}
+        self._restricted = 0
+        self._prefilled = self._decoded = self._chunks = 0
+        self._shapes: set[tuple[object, ...]] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def live(self) -> int:
+        """Requests that have a slot: prefilled or decoded."""
+        return len(self._running)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the engine has done so far."""
+        return Statistics(
+            prefill_tokens=self._prefilled,
+            reused_tokens=self._slots.reused,
+            decoded_tokens=self._decoded,
+            chunks=self._chunks,
+            evictions=self._slots.evictions,
+            compiled_shapes=len(self._shapes),
+        )
+
+    def checksum(self) -> int:
+        """`trouper.learner.checksum.checksum` of the parameters in use."""
+        return checksum(self._params)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served, before anything of it reaches the device.
+
+        Looks at the engine's limits alone, never at its state: any thread may call it at any time.
+
+        Raises:
+            SamplerError: names the limit.
+        """
+        check(request, length=self._length, vocabulary=self._vocabulary)
+
+    def submit(self, request: Request) -> None:
+        """Let a request wait for a slot; requests get theirs in the order they came.
+
+        A second request of a conversation waits until the first has ended.
+
+        Raises:
+            SamplerError: see `check`.
+            ValueError: a request of this id runs or waits.
+        """
+        self.check(request)
+        if request.id in self._running or request.id in self._waiting:
+            raise ValueError(f"request {request.id} runs or waits already; every request needs an id of its own")
+        self._waiting[request.id] = request
+        self._slots.want(request.conversation)
+
+    def cancel(self, id: int) -> None:
+        """End a request without an answer; its conversation stays. An id that neither runs nor waits is ignored."""
+        request = self._waiting.pop(id, None)
+        if request is not None:
+            self._slots.unwant(request.conversation)
+        elif id in self._running:
+            self._leave(self._running[id])
+
+    def release(self, conversation: Hashable) -> None:
+        """Forget a conversation; if a request of it runs, that is cancelled."""
+        slot = self._slots.slot_of(conversation)
+        if slot is not None:
+            if self._slots.runs(slot):
+                self._leave(slot)
+            self._slots.release(conversation)
+
+    def step(self) -> list[Finished]:
+        """Admit what waits, prefill one call's worth, decode one chunk.
+
+        Raises:
+            NumericsError: a log-prob is not finite; the engine is of no further use with these weights.
+        """
+        copies = self._slots.replan(self.version)
+        while self._waiting:
+            admitted = self._slots.admit(next(iter(self._waiting.values())), self.version)
+            if admitted is None:
+                break
+            id, request = self._waiting.popitem(last=False)
+            self._running[id] = admitted.slot
+            self._restricted += _is_restricted(request)
+            copies += admitted.copies
+        self._copy(copies)
+        fill = self._slots.fill(self._row_counts, self._row_width)
+        if fill is not None:
+            self._prefilled += fill.count
+            self._prefill(fill.slots, fill.tokens, fill.positions, self._bucket(fill.reach))
+        # Members of a group wait for the first of them; what it has just cached they copy now, and decode at once.
+        self._copy(self._slots.follow())
+        self._slots.go_live()
+        return self._decode_live()
+
+    def swap(self, params: Any, version: Version, kv: Literal["keep", "recompute"]) -> None:
+        """Sample under other weights from now on. Nothing cached under older ones is ever shared by conversations.
+
+        Args:
+            params: the `nnx.State` of such a decoder, or its leaves; used as they are, not copied.
+            version: (life, step) of the parameters.
+            kv: `keep`: running generations and resident conversations go on with what is cached (`Turn.kv_version`
+                says how old it is). `recompute`: the contexts of running generations are prefilled again before they
+                go on, and resident conversations are dropped. Steps of two lives do not compare, and a version that
+                comes twice was wrong the first time: both are always recomputed.
+
+        Raises:
+            ValueError: the parameters do not fit, or the version lies before the present one.
+        """
+        leaves = jax.tree.leaves(params)
+        _check_fit(leaves, self._params)
+        if version < self.version:
+            raise ValueError(
+                f"weights {version} lie before {self.version}; (life, step) must grow: begin a new life to go back"
+            )
+        grown = version > self.version and version[0] == self.version[0]
+        self._params, self.version = _committed(leaves), version
+        if kv == "keep" and grown:
+            self._slots.keep(version)
+        else:
+            self._slots.recompute(version)
+
+    def warm_up(self, *, restricted: bool = False) -> None:
+        """Compile every shape; nothing that is cached changes.
+
+        Args:
+            restricted: also those for top-p and top-k, which are otherwise compiled when they are first asked for.
+        """
+        nowhere = np.full((self._row_counts[-1], self._row_width), self._length, np.int32)
+        for bucket in self._buckets:
+            for rows in self._row_counts:
+                self._prefill(np.zeros(rows, np.int32), np.zeros_like(nowhere[:rows]), nowhere[:rows], bucket)
+            self._copy_prefixes(np.zeros((3, self._slots.count), np.int32), 0, bucket)
+            for variant in (False, True) if restricted else (False,):
+                self._decode(np.full_like(self._slots.control, self._length), bucket, variant)
+
+    # ---------------------------------------------------------------- the device's part
+
+    def _bucket(self, reach: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= reach)
+
+    def _prefill(self, slots: Any, tokens: Any, positions: Any, bucket: int) -> None:
+        self._shapes.add(("prefill", len(slots), bucket))
+        self._cache = self._calls.prefill(self._params, self._cache, slots, tokens, positions, kv_length=bucket)
+
+    def _copy(self, copies: list[Copy]) -> None:
+        if copies:
+            pairs = np.zeros((2, self._slots.count), np.int32)
+            pairs[:, : len(copies)] = np.array([(copy.source, copy.target) for copy in copies]).T
+            self._copy_prefixes(pairs, len(copies), self._bucket(max(copy.length for copy in copies)))
+
+    def _copy_prefixes(self, pairs: NDArray[np.int32], count: int, bucket: int) -> None:
+        self._shapes.add(("copy", bucket))
+        self._cache = self._calls.copy(self._cache, pairs, np.int32(count), kv_length=bucket)
+
+    def _decode(
+        self, control: NDArray[np.int32], bucket: int, restricted: bool
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        self._shapes.add(("decode", bucket, restricted))
+        self._cache, drawn = self._calls.decode(
+            self._params, self._cache, control, kv_length=bucket, restricted=restricted
+        )
+        tokens, bits = np.asarray(drawn)
+        return tokens, bits.view(np.float32)
+
+    def _decode_live(self) -> list[Finished]:
+        live = self._slots.live()
+        if not live.size:
+            return []
+        control = self._slots.control
+        reach = control[live, Column.POSITION] + np.minimum(control[live, Column.LEFT], self._chunk)
+        tokens, logprobs = self._decode(control, self._bucket(int(reach.max())), self._restricted > 0)
+        tokens, logprobs = tokens[:, live], logprobs[:, live]
+        self._chunks += 1
+        self._decoded += int(np.count_nonzero(tokens >= 0))
+        if not np.isfinite(logprobs).all():
+            broken = live[~np.isfinite(logprobs).all(axis=0)]
+            raise NumericsError(
+                f"weights {self.version} give log-probs that are not finite, first in request "
+                f"{self._slots.request(int(broken[0])).id}; the model has diverged, or overflows in its dtype"
+            )
+        finished = []
+        for slot in self._slots.record(live, tokens, logprobs, self.version[1]).tolist():
+            finished.append(Finished(self._slots.request(slot).id, self._slots.turn(slot)))
+            self._leave(slot)
+        return finished
+
+    def _leave(self, slot: int) -> None:
+        request = self._slots.request(slot)
+        del self._running[request.id]
+        self._restricted -= _is_restricted(request)
+        self._slots.leave(slot)
+
+
+def _is_restricted(request: Request) -> bool:
+    return request.sampling.top_p < 1 or request.sampling.top_k > 0
+
+
+def _committed(leaves: list[jax.Array]) -> list[jax.Array]:
+    """The same buffers, tied to their devices: whether arrays are tied is part of what a call is compiled for."""
+    return [jax.device_put(leaf, leaf.sharding) for leaf in leaves]
+
+
+def _check_fit(given: list[Any], present: list[jax.Array]) -> None:
+    if len(given) != len(present):
+        raise ValueError(f"{len(given)} arrays are given, the decoder has {len(present)} parameters")
+    for index, (new, old) in enumerate(zip(given, present, strict=True)):
+        if not isinstance(new, jax.Array):
+            raise ValueError(f"parameter {index} is a {type(new).__name__}; put it on the engine's device first")
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"parameter {index} is {new.dtype} {new.shape} where the engine has {old.dtype} {old.shape}; "
+                "cast to the engine's dtype before a swap"
+            )

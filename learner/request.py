@@ -1,0 +1,92 @@
+"""What the engine is asked and what it answers, and which requests it refuses. No arrays on a device."""
+
+from collections.abc import Hashable
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from trouper.channels import SamplerError, Sampling, Turn
+
+Version: TypeAlias = tuple[int, int]
+"""(life, step) of a set of weights."""
+
+MAX_STOPS = 8
+"""How many stop ids a request may name."""
+
+# Below this the scaled logits lose their meaning in float32; who wants certainty asks for 0.
+_COLDEST = 1e-3
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """One model call.
+
+    Attributes:
+        id: names the call; unique among those that run or wait.
+        conversation: the key under which keys and values are kept when the call ends, until `release`.
+        tokens: int32 [n], the whole context so far.
+        max_tokens: at most this many are sampled.
+        sampling: the distribution to draw from.
+        stop: ids that end the turn; the one that was sampled is part of the turn.
+        seed: in [0, 2**32); with the absolute position it decides every draw.
+    """
+
+    id: int
+    conversation: Hashable
+    tokens: NDArray[np.int32]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, eq=False):
+    """An answered request."""
+
+    id: int
+    turn: Turn
+
+
+def check(request: Request, *, length: int, vocabulary: int) -> None:
+    """Refuse a request that can never be served.
+
+    Args:
+        request: what is asked.
+        length: tokens that a conversation may have.
+        vocabulary: rows of the embedding table.
+
+    Raises:
+        SamplerError: names the limit.
+    """
+    tokens, sampling = request.tokens, request.sampling
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not tokens.size:
+        given = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+        raise SamplerError(f"Request.tokens is {given}; give the whole context as int32 [n], n >= 1")
+    if request.max_tokens < 1:
+        raise SamplerError(f"Request.max_tokens is {request.max_tokens}; ask for at least 1")
+    if tokens.size + request.max_tokens > length:
+        raise SamplerError(
+            f"{tokens.size} context tokens and max_tokens {request.max_tokens} make "
+            f"{tokens.size + request.max_tokens}, beyond the engine's length of {length}; "
+            f"ask for {max(0, length - tokens.size)} or make the engine longer"
+        )
+    # As unsigned numbers negative ids are the largest: one comparison finds both kinds.
+    outside = tokens.view(np.uint32) >= vocabulary
+    if outside.any():
+        raise SamplerError(
+            f"token id {tokens[outside][0]} is outside the embedding table of {vocabulary} rows; "
+            "does the tokenizer belong to this model?"
+        )
+    if len(request.stop) > MAX_STOPS:
+        raise SamplerError(f"{len(request.stop)} stop ids are given; at most {MAX_STOPS} are looked for")
+    if any(not 0 <= stop < vocabulary for stop in request.stop):
+        raise SamplerError(f"stop ids {request.stop} are not all in the embedding table of {vocabulary} rows")
+    if not (sampling.temperature == 0 or _COLDEST <= sampling.temperature < float("inf")):
+        raise SamplerError(f"temperature is {sampling.temperature}; give 0 for greedy, or at least {_COLDEST}")
+    if not 0 < sampling.top_p <= 1:
+        raise SamplerError(f"top_p is {sampling.top_p}; it lies in (0, 1], and 1 keeps everything")
+    if not 0 <= sampling.top_k < 2**31:
+        raise SamplerError(f"top_k is {sampling.top_k}; give 0 to keep everything, or how many ids to keep")
+    if not 0 <= request.seed < 2**32:
+        raise SamplerError(f"seed is {request.seed}; give one in [0, 2**32)")

@@ -1,0 +1,209 @@
+import re
+
+import pytest
+from msgspec.structs import replace
+
+from trouper.actors.config import Chat, Evaluation, Model, Reward, RunConfig, Tasks
+from trouper.actors.config_file import flatten
+from trouper.actors.plan import _ABOVE_ZERO, _AT_LEAST, _AT_MOST_ONE, count_parameters, plan, scratch_model
+from trouper.channels import ConfigError
+from trouper.learner.mesh import MeshConfig
+from trouper.learner.model_config import ModelConfig
+
+SHAPE = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 16,
+}
+BASE = RunConfig(tasks=Tasks(source="tasks.jsonl"), model=Model(source="some/model"))
+
+
+def changed(config=BASE, **sections):
+    """The configuration with keys of sections replaced; a struct replaces a whole section."""
+    return replace(
+        config,
+        **{
+            name: replace(getattr(config, name), **value) if isinstance(value, dict) else value
+            for name, value in sections.items()
+        },
+    )
+
+
+def refusal(model=None, devices=None, **sections):
+    with pytest.raises(ConfigError) as caught:
+        plan(changed(**sections), model, devices=devices)
+    return str(caught.value)
+
+
+def test_the_defaults_can_run():
+    plan(BASE)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"sync": {"weight_sync_steps": 4}},
+            "weight_sync_steps = 4 .* 4 - 1 = 3 steps old, more than rollout.max_staleness = 1: set max_staleness to 3",
+        ),
+        ({"evaluation": {"every_steps": 5}}, r"evaluation.every_steps = 5 needs \[evaluation.tasks\]"),
+        ({"evaluation": {"samples": 4}}, "evaluation.samples = 4 with evaluation.temperature = 0"),
+        ({"model": {"scratch": SHAPE}}, "both is given"),
+        ({"model": {"source": None}}, "neither is given"),
+        ({"model": Model(scratch=SHAPE)}, r'chat.format = "auto" needs a tokenizer.*\[model.scratch\] has none'),
+        ({"chat": {"format": "plain"}}, "needs chat.alphabet"),
+        ({"chat": {"format": "plain", "alphabet": "01"}}, "needs chat.stop"),
+        ({"chat": {"alphabet": "01"}}, 'chat.alphabet belongs to chat.format = "plain"'),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9 would change nothing: .* evaluation is off"),
+        ({"sampling": {"top_k": 20}}, "sampling.top_k = 20 would change nothing"),
+        ({"sampling": {"temperature": 0.0}}, "sampling.temperature = 0.0, but it must be more than 0"),
+        ({"sampling": {"max_prompt_tokens": 1000}}, r"1000 \+ 128 = 1128, more than sampling.max_context_tokens = 1024"),
+        ({"train": {"row_tokens": 512}}, "train.row_tokens = 512 is less than sampling.max_context_tokens = 1024"),
+        ({"rollout": {"num_generations": 1}}, "num_generations = 1, but it must be at least 2: an advantage compares"),
+        ({"rollout": {"lost_members": "shrink", "min_members": 9}}, "min_members = 9 is more than .* = 8"),
+        ({"rollout": {"dynamic_sampling": True, "max_redraws": 0}}, "needs rollout.max_redraws of at least 1"),
+        ({"rollout": {"max_concurrency": 0}}, "rollout.max_concurrency = 0, but it must be at least 1"),
+        ({"rollout": {"max_lost_fraction": 1.5}}, "rollout.max_lost_fraction = 1.5, but it must be at most 1"),
+        ({"reward": Reward(functions=("a:b",), weights=(1.0, 2.0))}, "2 entries and reward.functions 1"),
+        ({"reward": Reward(functions=("a:b",), weights=(float("inf"),))}, r"reward.weights\[0\] = inf"),
+        ({"environment": {"restart_backoff": 20.0}}, "restart_backoff = 20.0 is more than .*max = 10.0"),
+        ({"mesh": MeshConfig(data=3)}, "micro_batch_size = 4 is not a multiple of mesh.data x mesh.fsdp = 3 x 1 = 3"),
+        ({"train": {"max_steps": 0}}, "train.max_steps = 0, but it must be at least 1"),
+        ({"checkpoint": {"max_to_keep": 0}}, "checkpoint.max_to_keep = 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_arithmetic(sections, said):
+    assert re.search(said, refusal(**sections))
+
+
+def test_everything_that_cannot_work_is_said_at_once():
+    message = refusal(
+        sync={"weight_sync_steps": 4}, rollout={"num_generations": 1, "max_concurrency": 0}, train={"row_tokens": 8}
+    )
+    assert len(message.splitlines()) == 5
+
+
+def test_every_bound_is_about_a_number_there_is():
+    config = changed(evaluation=Evaluation(tasks=Tasks(source="x")))
+    assert {*_AT_LEAST, *_ABOVE_ZERO, *_AT_MOST_ONE} <= set(flatten(config))
+
+
+def test_more_devices_than_there_are_is_refused():
+    assert "2 x 1 x 2 = 4 devices, and there are 2" in refusal(devices=2, mesh=MeshConfig(data=2, tensor=2))
+    plan(changed(mesh=MeshConfig(data=2)), devices=2)
+
+
+def test_what_does_not_fit_the_model_is_refused():
+    model = ModelConfig(vocab_size=3, max_position_embeddings=512, **SHAPE)
+    message = refusal(
+        model, mesh=MeshConfig(tensor=3), chat=Chat(format="plain", alphabet="0123", stop="0"), train={"max_steps": 3}
+    )
+    assert "max_context_tokens = 1024 is more than the 512 positions" in message
+    assert "chat.alphabet has 4 characters and the model 3 ids" in message
+    assert "mesh.tensor = 3 does not divide the model's num_attention_heads = 4" in message
+
+
+def test_top_p_is_fine_where_evaluation_samples():
+    plan(
+        changed(
+            sampling={"top_p": 0.9},
+            evaluation=Evaluation(every_steps=5, tasks=Tasks(source="x"), temperature=0.7, samples=4),
+        )
+    )
+
+
+class TestNumbers:
+    def test_the_pacer_limits_episodes_where_slots_are_plenty(self):
+        planned = plan(changed(rollout={"max_concurrency": 1000}))
+        assert planned.episodes_per_step == 64
+        assert planned.max_in_flight == 128
+        assert planned.concurrency == 128
+        assert planned.limited_by.startswith("rollout.max_staleness")
+        assert any("872 of rollout.max_concurrency = 1000" in remark for remark in planned.remarks)
+
+    def test_slots_limit_episodes_where_they_are_few(self):
+        planned = plan(changed(rollout={"max_concurrency": 10}))
+        assert planned.concurrency == 10
+        assert planned.limited_by == "rollout.max_concurrency"
+        assert any("22 of engine.slots = 32 stay empty" in remark for remark in planned.remarks)
+
+    def test_on_policy_admits_one_step(self):
+        planned = plan(changed(rollout={"max_staleness": 0}))
+        assert planned.max_in_flight == planned.episodes_per_step
+        assert planned.staleness_bound == 0
+
+    @pytest.mark.parametrize(
+        ("keys", "reason"),
+        [
+            ({}, ""),
+            ({"scale_rewards": "batch"}, 'train.scale_rewards = "batch" must see the whole step'),
+            ({"num_iterations": 2}, "train.num_iterations = 2 must see the whole step"),
+            ({"scale_rewards": "batch", "num_iterations": 2}, '"batch" and train.num_iterations = 2 must see'),
+        ],
+    )
+    def test_streaming_says_why_it_is_off(self, keys, reason):
+        planned = plan(changed(train=keys))
+        assert planned.streaming == (not reason)
+        assert reason in planned.streaming_reason
+        assert reason in planned.render()
+
+    def test_evaluations_are_counted(self):
+        evaluation = Evaluation(every_steps=5, tasks=Tasks(source="x"))
+        assert plan(changed(evaluation=evaluation, train={"max_steps": 12})).evaluations == 2
+
+
+class TestMemory:
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            {},
+            {"tie_word_embeddings": True},
+            {"attention_bias": True},
+            {"attention_bias": True, "output_bias": True, "mlp_bias": True},
+            {"qk_norm": True},
+        ],
+    )
+    def test_parameters_are_counted_as_the_model_has_them(self, flags):
+        weights = pytest.importorskip("trouper.learner.weights")
+        model = ModelConfig(vocab_size=11, **SHAPE, **flags)
+        shapes = weights.array_shapes(model).values()
+        assert count_parameters(model) == sum(rows * (rest[0] if rest else 1) for rows, *rest in shapes)
+
+    def test_keys_and_values_follow_from_slots_and_context(self):
+        model = ModelConfig(vocab_size=11, **SHAPE)
+        parts = {part.name: part.bytes for part in plan(changed(engine={"slots": 3}), model).memory}
+        assert parts["keys and values"] == 2 * 2 * 2 * 6 * 4 * 3 * 1024
+        assert parts["episodes, wherever they wait"] == 128 * 1024 * 13
+        assert parts["optimizer moments"] == 2 * parts["parameters"] == 2 * 4 * count_parameters(model)
+        assert plan(changed(engine={"slots": 3}), model).total_bytes == sum(parts.values())
+
+    def test_half_the_width_is_half_the_memory(self):
+        model = ModelConfig(vocab_size=11, **SHAPE)
+        wide, narrow = plan(BASE, model), plan(changed(model={"param_dtype": "bfloat16"}), model)
+        assert wide.memory[0].bytes == 2 * narrow.memory[0].bytes
+
+    def test_a_kl_term_keeps_a_reference_model(self):
+        model = ModelConfig(vocab_size=11, **SHAPE)
+        assert "reference model" in {part.name for part in plan(changed(loss={"beta": 0.1}), model).memory}
+        assert "reference model" not in {part.name for part in plan(BASE, model).memory}
+
+    def test_without_a_shape_it_says_so(self):
+        assert "known when the model's config.json is here" in plan(BASE).render()
+
+
+def test_a_model_from_scratch_gets_its_vocabulary_from_the_chat_format():
+    config = changed(model=Model(scratch={**SHAPE, "rope_theta": 500}))
+    model = scratch_model(config, 12)
+    assert (model.vocab_size, model.rope_theta, model.head_dim) == (12, 500.0, 6)
+    with pytest.raises(ConfigError, match="head_dim is 5"):
+        scratch_model(changed(model=Model(scratch={**SHAPE, "head_dim": 5})), 12)
+
+
+def test_the_text_holds_every_number():
+    model = ModelConfig(vocab_size=11, **SHAPE)
+    text = plan(changed(train={"max_steps": 100}), model).render()
+    for expected in ("100", "64", "128", f"{count_parameters(model):,}", "keys and values", "at most 1 steps", "note:"):
+        assert expected in text
