@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     # The last line of defence: whatever ends a command becomes an exit code, and nothing is swallowed.
     except BaseException as error:
-        return _report(error)
+        return report(error)
     return code
 
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trouper {importlib.metadata.version('trouper')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a model", description="Train a model.")
+    train = commands.add_parser("train", help="train a model", description="Train a model.", allow_abbrev=False)
     _add_config(train)
     train.add_argument("--run-dir", type=Path, help="where the run is kept; run.directory/run.name when left out")
     train.add_argument("--resume", action="store_true", help="go on with the run in that directory")
@@ -99,7 +99,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from trouper.actors import launch
 
     if arguments.dry_run:
-        print(dump_config(config), planned.render(), launch.draw(config), sep="\n")
+        _look_up(config)
+        print(dump_config(config), planned.render(), "", launch.draw(config), sep="\n")
         return 0
     return launch.launch(config, run_dir=run_dir, resume=arguments.resume)
 
@@ -127,9 +128,27 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from trouper.actors import launch
 
-    launch.export(arguments.run_dir, arguments.folder, arguments.step)
-    print(f"{arguments.folder} is ready")
+    step = launch.export(arguments.run_dir, arguments.folder, arguments.step)
+    print(f"{arguments.folder} holds the model of step {step}")
     return 0
+
+
+def _look_up(config: "RunConfig") -> None:
+    """Find what the configuration names, as a start would, without making any of it.
+
+    Raises:
+        ConfigError: the first name that cannot be found.
+    """
+    from trouper.envs import load_object
+
+    held_out = config.evaluation.tasks
+    sources = [config.tasks.source, *([held_out.source] if held_out else [])]
+    for source in sources:
+        if source.endswith(".jsonl") and not Path(source).is_file():
+            raise ConfigError(f"tasks.source = {source}: there is no such file")
+    factories = [source for source in sources if not source.endswith(".jsonl")]
+    for name in (*factories, config.environment.name, config.agent.name, *config.reward.functions):
+        load_object(name)
 
 
 def _shape(config: "RunConfig") -> "ModelConfig | None":
@@ -146,8 +165,12 @@ def _shape(config: "RunConfig") -> "ModelConfig | None":
 # Errors
 
 
-def _report(error: BaseException) -> int:
-    """Say what ended the command, and as which exit code."""
+def report(error: BaseException) -> int:
+    """Say on stderr what ended a command, and return the exit code for it.
+
+    Of a group the first error of trouper's own counts; anything else is a bug and comes with its traceback, as does
+    everything where `TROUPER_DEBUG` is set.
+    """
     leaves = list(_leaves(error))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         return _INTERRUPTED

@@ -1,6 +1,8 @@
 """From a configuration to a run: loads what it names, builds the standard run, attends it to its end, and saves."""
 
 import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import trio
 from flax import nnx
 
 from trouper.actors.config import RunConfig
+from trouper.actors.config_file import load_config, parse_config
 from trouper.actors.metrics import Recorder
 from trouper.actors.plan import plan, scratch_model
 from trouper.actors.progress import Screen, open_screen
@@ -20,16 +23,22 @@ from trouper.actors.run import attend
 from trouper.actors.run_directory import RunDirectory
 from trouper.actors.standard import StandardRun, World
 from trouper.actors.trainer import CheckpointMeta
-from trouper.channels import CheckpointError, ConfigError, Weights
+from trouper.channels import CheckpointError, ConfigError, Task, Weights
 from trouper.envs import (
+    Agent,
     Chat,
     PlainChat,
+    Rewards,
+    SingleTurn,
+    TaskList,
     Tasks,
     load_agent,
     load_chat,
+    load_object,
     load_rewards,
     load_tasks,
     made,
+    model_agent,
 )
 from trouper.learner.batch import BatchConfig
 from trouper.learner.checkpoint import Checkpoints
@@ -56,21 +65,23 @@ def load_world(config: RunConfig, folder: Path | None) -> World:
     Raises:
         ConfigError: a name that cannot be found, or arguments that do not fit.
     """
-    if config.chat.format == "plain":
-        chat: Chat = PlainChat(config.chat.alphabet, config.chat.stop)
-    elif folder is None:
-        raise ConfigError('a model from scratch has no chat template; set chat.format = "plain" and chat.alphabet')
-    else:
-        chat = load_chat(folder, format=config.chat.format)
-    held_out = config.evaluation.tasks if config.evaluation.every_steps else None
     return World(
-        chat=chat,
+        chat=load_format(config, folder),
         tasks=_tasks(config.tasks, config.run.seed),
-        held_out=_tasks(held_out, config.run.seed) if held_out else None,
+        held_out=_held_out(config),
         make_environment=partial(made, config.environment.name, config.environment.arguments),
         agent=load_agent(config.agent.name, config.agent.arguments),
         rewards=load_rewards(config.reward.functions, config.reward.weights or None),
     )
+
+
+def load_format(config: RunConfig, folder: Path | None) -> Chat:
+    """The chat format: the model's own, or one id per character."""
+    if config.chat.format == "plain":
+        return PlainChat(config.chat.alphabet, config.chat.stop)
+    if folder is None:
+        raise ConfigError('a model from scratch has no chat template; set chat.format = "plain" and chat.alphabet')
+    return load_chat(folder, format=config.chat.format)
 
 
 def _tasks(section: Any, seed: int) -> Tasks:
@@ -78,6 +89,11 @@ def _tasks(section: Any, seed: int) -> Tasks:
     if section.source.endswith(".jsonl"):
         arguments |= {"epochs": section.epochs, "shuffle": section.shuffle, "seed": seed}
     return load_tasks(section.source, arguments)
+
+
+def _held_out(config: RunConfig) -> Tasks | None:
+    section = config.evaluation.tasks if config.evaluation.every_steps else None
+    return None if section is None else _tasks(section, config.run.seed)
 
 
 def load_decoder(config: RunConfig, folder: Path | None, chat: Chat) -> Decoder:
@@ -145,6 +161,73 @@ def make_learner(config: RunConfig, decoder: Decoder, chat: Chat) -> Learner:
     )
 
 
+def train(
+    *,
+    model: str | dict[str, Any],
+    tasks: str | Tasks | Iterable[Task | dict[str, Any]],
+    reward: Callable[..., Any] | Sequence[Callable[..., Any] | str] = (),
+    environment: Callable[[], Any] | str = SingleTurn,
+    agent: "Agent | str" = model_agent,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    **sections: dict[str, Any],
+) -> int:
+    """Train from Python: what a configuration file names by dotted name may be given as objects.
+
+    Args:
+        model: what `[model] source` may be, or a whole `[model]` section.
+        tasks: what `[tasks] source` may be, an object with `task(draw)`, or tasks (a dict is a payload) to be drawn
+            in seeded order again and again.
+        reward: one function `fn(task, messages, text) -> float | None`, or several, or their dotted names.
+        environment: makes an environment object.
+        agent: plays.
+        run_dir: where everything is written; `run.directory/run.name` when None.
+        resume: go on from the newest checkpoint in it.
+        **sections: further sections of a configuration, as dicts: `train={"max_steps": 10}`.
+
+    Returns:
+        The exit code, as `launch`.
+    """
+    functions = [reward] if callable(reward) else list(reward)
+    given = {
+        "model": {"source": model} if isinstance(model, str) else model,
+        "tasks": {"source": tasks if isinstance(tasks, str) else _described(tasks)},
+        "environment": {"name": _described(environment), **sections.pop("environment", {})},
+        "agent": {"name": _described(agent)},
+        "reward": {"functions": [_described(function) for function in functions], **sections.pop("reward", {})},
+    }
+    config = parse_config(given | sections)
+    folder = model_folder(config)
+    named = [function if callable(function) else load_object(function) for function in functions]
+    world = World(
+        chat=load_format(config, folder),
+        tasks=_tasks(config.tasks, config.run.seed) if isinstance(tasks, str) else _stream(tasks, config.run.seed),
+        held_out=_held_out(config),
+        make_environment=environment if callable(environment) else partial(made, environment, {}),
+        agent=agent if callable(agent) else load_agent(agent, {}),
+        rewards=Rewards(
+            {function.__name__: function for function in named}, config.reward.weights or [1.0] * len(named)
+        ),
+    )
+    run_dir = run_dir or Path(config.run.directory) / config.run.name
+    return launch(config, run_dir=Path(run_dir), resume=resume, world=world)
+
+
+def _described(given: Any) -> str:
+    """How the configuration that is written into the run directory calls an object that was given from Python."""
+    if isinstance(given, str):
+        return given
+    return f"{getattr(given, '__module__', 'python')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
+
+
+def _stream(tasks: Tasks | Iterable[Task | dict[str, Any]], seed: int) -> Tasks:
+    if not isinstance(tasks, Iterable):
+        return tasks
+    return TaskList(
+        [task if isinstance(task, Task) else Task(str(number), task) for number, task in enumerate(tasks)], seed=seed
+    )
+
+
 def launch(
     config: RunConfig,
     *,
@@ -184,48 +267,37 @@ async def run(
     world = world or load_world(config, folder)
     plan(config, model_config(config, folder, world.chat.vocab_size), devices=jax.device_count())
     keep_compilations()
-    with RunDirectory(run_dir) as directory, Checkpoints(directory.checkpoints, **_kept(config)) as checkpoints:
+    with ExitStack() as held:
+        directory = held.enter_context(RunDirectory(run_dir))
         changes: dict[str, tuple[Any, Any]] = {}
         if resume:
             changes = directory.resume(config)
         else:
             directory.create(config)
+        checkpoints = held.enter_context(Checkpoints(directory.checkpoints, max_to_keep=config.checkpoint.max_to_keep))
         decoder = load_decoder(config, folder, world.chat)
         make_engine = EngineMaker(config, decoder, world.chat)
         learner = make_learner(config, decoder, world.chat)
         del decoder  # learner and samplers hold copies of their own
-        resumed = _restore(learner, checkpoints) if resume else None
-        step, life = (resumed.step, resumed.life + 1) if resumed else (0, 0)
+        resumed = _restore(learner, checkpoints)
+        step, life = resumed.step if resumed else 0, directory.lives()
         screen = screen or open_screen(config.train.max_steps, done=step)
-        with Recorder(directory, life, screen, episodes_per_step=config.log.episodes_per_step) as recorder:
-            for key, (before, after) in changes.items():
-                recorder.note(f"{key} was {before!r} and is now {after!r}")
-            publish = partial(_publish, learner, config)
-            params, checked = publish()
-            standard = StandardRun(
-                config,
-                world,
-                learner,
-                publish,
-                make_engine,
-                recorder,
-                checkpoints,
-                Weights(life=life, step=step, params=params, checksum=checked),
-                resumed,
-            )
-            stopped_by = await attend(standard.graph)
-            if stopped_by is not None:
-                recorder.note(f"stopped by {stopped_by.name} after step {standard.trainer.step}; --resume goes on")
+        recorder = held.enter_context(Recorder(directory, life, screen, episodes_per_step=config.log.episodes_per_step))
+        for key, (before, after) in changes.items():
+            recorder.note(f"{key} was {before!r} and is now {after!r}")
+        publish = partial(_publish, learner, config)
+        params, checked = publish()
+        first = Weights(life=life, step=step, params=params, checksum=checked)
+        standard = StandardRun(config, world, learner, publish, make_engine, recorder, checkpoints, first, resumed)
+        stopped_by = await attend(standard.graph)
+        if stopped_by is not None:
+            recorder.note(f"stopped by {stopped_by.name} after step {standard.trainer.step}; --resume goes on")
     return 0 if stopped_by is None else STOPPED + stopped_by
-
-
-def _kept(config: RunConfig) -> dict[str, Any]:
-    return {"max_to_keep": config.checkpoint.max_to_keep}
 
 
 def _restore(learner: Learner, checkpoints: Checkpoints) -> CheckpointMeta | None:
     if checkpoints.latest() is None:
-        return None  # stopped before the first save: begin again
+        return None  # a new run, or one that was stopped before its first save
     tree, meta = checkpoints.restore(None, learner.state_tree())
     learner.load_state_tree(tree)
     return msgspec.convert(meta, CheckpointMeta)
@@ -266,15 +338,13 @@ def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
     Returns:
         The step that was saved.
     """
-    from trouper.actors.config_file import load_config
-
     directory = RunDirectory(run_dir)
     config = load_config(directory.config, ())
     source = model_folder(config)
-    chat = load_world(config, source).chat
+    chat = load_format(config, source)
     decoder = load_decoder(config, source, chat)
     learner = make_learner(config, decoder, chat)
-    with Checkpoints(directory.checkpoints, **_kept(config)) as checkpoints:
+    with Checkpoints(directory.checkpoints) as checkpoints:
         found = checkpoints.latest() if step is None else step
         if found is None:
             raise CheckpointError(f"{run_dir} holds no checkpoint yet")

@@ -18,7 +18,7 @@ import numpy as np
 import trio
 
 from trouper.actors.progress import Screen
-from trouper.actors.run_directory import RunDirectory
+from trouper.actors.run_directory import LIFE_LINE, RunDirectory
 from trouper.actors.summary import closing
 from trouper.channels import Episode, Group
 
@@ -60,7 +60,7 @@ class Recorder:
         self._metrics = _append_to(run.metrics)
         self._episodes = _append_to(run.episodes)
         self._log = _append_to(run.log)
-        self._write(self._log, f"-- life {life}")
+        self._write(self._log, f"{LIFE_LINE}{life}")
 
     @property
     def elapsed(self) -> float:

@@ -196,3 +196,5 @@ class Pacer:
         if not self._all_closed_below <= slot < self._next or slot in self._closed_above:
             state = "was never admitted" if slot >= self._next else "has ended before"
             raise ValueError(f"slot {slot} {state}; a slot ends exactly once")
+        if slot in self._reopened:
+            raise ValueError(f"slot {slot} was reopened and not acquired again; nobody can end it now")

@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config_file import flatten
-from trouper.actors.summary import duration
 from trouper.channels import ConfigError
 from trouper.learner.model_config import ModelConfig
 
@@ -136,7 +135,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             f"episodes per step   {self.episodes_per_step:,}",
             f"episodes in flight  at most {self.max_in_flight:,}",
             f"episodes at once    {self.concurrency:,}, limited by {self.limited_by}",
-            f"staleness           at most {self.staleness_bound} steps",
+            f"staleness           at most {self.staleness_bound} step{'' if self.staleness_bound == 1 else 's'}",
             f"streaming           {'on' if self.streaming else f'off: {self.streaming_reason}'}",
         ]
         if self.evaluations is not None:
@@ -247,7 +246,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"sync.weight_sync_steps = {sync.weight_sync_steps} lets the samplers' weights grow "
             f"{sync.weight_sync_steps} - 1 = {age} steps old, more than rollout.max_staleness = "
-            f"{rollout.max_staleness}: set max_staleness to {age} or more, or weight_sync_steps to {rollout.max_staleness + 1} or less"
+            f"{rollout.max_staleness}: set max_staleness to {age} or more, or weight_sync_steps to "
+            f"{rollout.max_staleness + 1} or less"
         )
     tokens = sampling.max_prompt_tokens + sampling.max_response_tokens
     if tokens > sampling.max_context_tokens:
@@ -363,9 +363,6 @@ def _remarks(config: RunConfig, in_flight: int) -> Iterator[str]:
         yield "neither train.max_steps nor tasks.epochs is set: the run goes on until it is stopped or tasks end"
     if config.checkpoint.save_interval_steps == 0:
         yield "checkpoint.save_interval_steps = 0: a killed run loses everything"
-    if config.sync.kv == "keep" and rollout.max_staleness and config.sync.mode == "in_flight":
-        longest = rollout.episode_timeout
-        yield f"sync.kv = keep: a conversation of up to {duration(longest)} attends to keys of older weights"
 
 
 def _memory(config: RunConfig, model: ModelConfig, in_flight: int) -> Iterator[Memory]:

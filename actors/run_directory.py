@@ -13,6 +13,9 @@ from trouper.actors.config import RunConfig
 from trouper.actors.config_file import dump_config, flatten, load_config
 from trouper.channels import ConfigError
 
+LIFE_LINE = "-- life "
+"""How a life of the run begins its part of the log."""
+
 _FIXED = (
     "model.source",
     "model.scratch",
@@ -83,6 +86,13 @@ class RunDirectory:
         if changes:
             self._write_config(config)
         return changes
+
+    def lives(self) -> int:
+        """How many lives of the run have written to its log."""
+        if not self.log.exists():
+            return 0
+        with self.log.open(encoding="utf-8", errors="replace") as lines:
+            return sum(line.startswith(LIFE_LINE) for line in lines)
 
     def lock(self) -> None:
         """Take the directory for this process, until `close`.

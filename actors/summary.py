@@ -30,7 +30,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 def duration(seconds: float) -> str:
     """`8.2 s`, `3 min 20 s`, `2 h 05 min`."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

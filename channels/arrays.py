@@ -13,12 +13,13 @@ T = TypeVar("T")
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            raise TypeError(f"an array of dtype {value.dtype} has no raw buffer; convert it to numbers first")
+        # Kind V holds records and foreign types such as bfloat16, whose dtype string does not lead back to them.
+        if value.dtype.hasobject or value.dtype.kind == "V":
+            raise TypeError(f"an array of dtype {value.dtype} has no portable raw buffer; convert it to numbers first")
         return (
             value.dtype.str,
             value.shape,
-            np.ascontiguousarray(value).data.cast("B") if value.size else b"",
+            np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b"",
         )
     if isinstance(value, np.generic):
         return value.item()
@@ -41,5 +42,5 @@ def encode(message: Any) -> bytes:
 
 
 def decoder(message_type: type[T] | Any) -> "msgspec.msgpack.Decoder[T]":
-    """A reusable decoder for one message type; decoded arrays are read-only views of the given bytes."""
+    """A reusable decoder for one message type; decoded arrays are read-only."""
     return msgspec.msgpack.Decoder(message_type, dec_hook=_decode_array)

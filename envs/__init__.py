@@ -17,7 +17,8 @@ from trouper.envs.protocols import (
     inline,
 )
 from trouper.envs.rewards import Rewards, Score, load_rewards
-from trouper.envs.tasks import JsonlTasks, Tasks, load_tasks
+from trouper.envs.single_turn import SingleTurn
+from trouper.envs.tasks import JsonlTasks, TaskList, Tasks, load_tasks
 from trouper.envs.tools import Tool, ToolError, ToolResult, call_tool, tools_of
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
     "Rewards",
     "Sample",
     "Score",
+    "SingleTurn",
     "StepResult",
+    "TaskList",
     "Tasks",
     "TemplateChat",
     "Tool",

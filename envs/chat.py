@@ -267,7 +267,7 @@ _BATTERY: tuple[tuple[Message, ...], ...] = (
 )
 
 
-def load_chat(folder: Path, *, format: str = "auto") -> TemplateChat:  # noqa: A002  # the configuration's key
+def load_chat(folder: Path, *, format: str = "auto") -> TemplateChat:  # the configuration's key
     """The chat format of a Hugging Face model folder.
 
     Args:

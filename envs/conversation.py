@@ -66,7 +66,7 @@ class Conversation:
         max_context: tokens of a row, prompt and everything after it; the sampler's KV length.
         max_response_tokens: tokens of one turn.
         max_turns: model calls of the episode.
-        max_prompt_tokens: tokens of a row's prompt.
+        max_prompt_tokens: tokens of the first prompt; rows begun later are bounded by `max_context` alone.
         on_rewrite: when the template rewrites earlier turns (as those do that drop old thinking): `fork` starts a new
             row with the prompt exactly as rendered; `append` keeps the sampled ids and appends the new messages.
 
@@ -171,7 +171,7 @@ class Conversation:
             self._end("max_turns", f"all {self._max_turns} turns are used (max_turns)")
         given = self._given()
         used = len(self._row) + len(given)
-        if not self._row.sampled and used > self._max_prompt_tokens:
+        if self.turns == 0 and used > self._max_prompt_tokens:
             self._end("context_overflow", f"a prompt of {used} tokens, at most {self._max_prompt_tokens} are allowed")
         if used >= self._max_context:
             self._end("context_overflow", f"{used} tokens leave no room in a context of {self._max_context}")

@@ -4,6 +4,7 @@ Does not know slots, groups or how far a run has come.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,44 @@ class Tasks(Protocol):
         """The task of a draw number, from 0, always the same; None when the data has ended before it."""
 
 
-class JsonlTasks:
+class TaskList:
+    """Tasks that are all known, drawn epoch after epoch.
+
+    Args:
+        tasks: at least one.
+        seed: of the order.
+        shuffle: a new order for each epoch, else the given one.
+        epochs: how often the tasks are gone through; None never ends.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], *, seed: int = 0, shuffle: bool = True, epochs: int | None = None
+    ) -> None:
+        if not tasks:
+            raise ConfigError("a list of tasks is empty; there is nothing to train on")
+        self._tasks = tasks
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def __len__(self) -> int:
+        """Number of tasks, which is the number of draws of one epoch."""
+        return len(self._tasks)
+
+    def task(self, draw: int) -> Task | None:
+        """The task of a draw number; None after the last epoch."""
+        epoch, place = divmod(draw, len(self._tasks))
+        if self._epochs is not None and epoch >= self._epochs:
+            return None
+        if not self._shuffle:
+            return self._tasks[place]
+        if self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._tasks)).tolist())
+        return self._tasks[self._order[1][place]]
+
+
+class JsonlTasks(TaskList):
     """Tasks from a file of one JSON object a line.
 
     A record's fields are the payload, kept as they are; `id` (text or a whole number, unique; else the line number)
@@ -48,26 +86,7 @@ class JsonlTasks:
         required: tuple[str, ...] = (),
         environment: str = "default",
     ) -> None:
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epochs = epochs
-        self._order: tuple[int, list[int]] = (-1, [])
-        self._tasks = _read(Path(path), required, environment)
-
-    def __len__(self) -> int:
-        """Number of records, which is the number of draws of one epoch."""
-        return len(self._tasks)
-
-    def task(self, draw: int) -> Task | None:
-        """The task of a draw number; None after the last epoch."""
-        epoch, place = divmod(draw, len(self._tasks))
-        if self._epochs is not None and epoch >= self._epochs:
-            return None
-        if not self._shuffle:
-            return self._tasks[place]
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._tasks)).tolist())
-        return self._tasks[self._order[1][place]]
+        super().__init__(_read(Path(path), required, environment), seed=seed, shuffle=shuffle, epochs=epochs)
 
 
 def load_tasks(source: str, arguments: dict[str, Any]) -> Tasks:

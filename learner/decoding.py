@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import PyTreeDef
 
+from trouper.learner.control import Column
 from trouper.learner.decoder import Cache, Decoder
 from trouper.learner.sampling import sample, uniforms
-from trouper.learner.slots import Column
 
 
 def cache_placement(sharding: Sharding) -> Sharding:
@@ -46,10 +46,20 @@ class DeviceCalls(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # engines of one decoder share what is compiled
 def compile_for(
-    graph: nnx.GraphDef[Decoder], tree: PyTreeDef, placement: Sharding, chunk: int, vocab_limit: int | None
+    graph: nnx.GraphDef[Decoder], structure: PyTreeDef, placement: Sharding, chunk: int, vocab_limit: int | None
 ) -> DeviceCalls:
+    """The calls of one decoder; each compiles when it is first made with its static arguments.
+
+    Args:
+        graph: of `nnx.split`.
+        structure: of the state of `nnx.split`, whose leaves are the calls' `params`.
+        placement: where the cache lies.
+        chunk: steps of a decode call.
+        vocab_limit: see `trouper.learner.sampling.sample`.
+    """
+
     def decoder(params: list[jax.Array]) -> Decoder:
-        return nnx.merge(graph, jax.tree.unflatten(tree, params))
+        return nnx.merge(graph, jax.tree.unflatten(structure, params))
 
     @functools.partial(
         jax.jit,
@@ -119,7 +129,8 @@ def compile_for(
         kv_length: int,
     ) -> Cache:
         """Cache rows of tokens. Rows of one slot see each other: a layer writes all rows before any of them looks."""
-        return decoder(params).extend(cache, tokens, positions, slots, kv_length)[1]
+        _, cache = decoder(params).extend(cache, tokens, positions, slots, kv_length)
+        return cache
 
     @functools.partial(jax.jit, static_argnames=("kv_length",), donate_argnames=("cache",), out_shardings=placement)
     def copy(cache: Cache, pairs: jax.Array, count: jax.Array, *, kv_length: int) -> Cache:
@@ -135,8 +146,9 @@ def compile_for(
                 prefix = lax.dynamic_slice(array, (pairs[0, i], 0, 0, 0), size)
                 return lax.dynamic_update_slice(array, prefix, (pairs[1, i], 0, 0, 0))
 
-            return jax.tree.map(move, cache)
+            return [(move(keys), move(values)) for keys, values in cache]
 
-        return lax.fori_loop(0, count, one, cache)
+        moved: Cache = lax.fori_loop(0, count, one, cache)
+        return moved
 
     return DeviceCalls(decode, prefill, copy)

@@ -20,8 +20,11 @@ from numpy.typing import NDArray
 
 from trouper.channels import NumericsError
 from trouper.learner.checksum import checksum
+from trouper.learner.control import Column, Copy
 from trouper.learner.decoder import Cache, Decoder, make_cache
-from trouper.learner.slots import Column, Copy, Request, Slots, Version
+from trouper.learner.decoding import cache_placement, compile_for
+from trouper.learner.request import Finished, Request, Version, check
+from trouper.learner.slots import Slots
 
 __all__ = ["Engine", "Finished", "Request", "Statistics"]
 
@@ -89,10 +92,10 @@ class Engine:
         self._row_width = min(prefill_tokens, length)
         self._buckets = (*(bucket for bucket in kv_buckets if bucket < length), length)
         graph, state = nnx.split(decoder)
-        leaves, tree = jax.tree.flatten(state)
+        leaves, structure = jax.tree.flatten(state)
         self._params = _committed(leaves)
         placement = cache_placement(self._params[0].sharding)
-        self._calls = compile_for(graph, tree, placement, chunk, vocab_limit)
+        self._calls = compile_for(graph, structure, placement, chunk, vocab_limit)
         self._cache: Cache = jax.device_put(make_cache(decoder.config, slots, length, jnp.dtype(kv_dtype)), placement)
         self._slots = Slots(slots, length)
         self._waiting: OrderedDict[int, Request] = OrderedDict()
@@ -285,8 +288,8 @@ class Engine:
                 f"{self._slots.request(int(broken[0])).id}; the model has diverged, or overflows in its dtype"
             )
         finished = []
-        for slot in self._slots.record(live, tokens, logprobs, self.version[1]).tolist():
-            finished.append(Finished(self._slots.request(slot).id, self._slots.turn(slot)))
+        for slot, turn in self._slots.record(live, tokens, logprobs, self.version[1]):
+            finished.append(Finished(self._slots.request(slot).id, turn))
             self._leave(slot)
         return finished
 

@@ -172,7 +172,7 @@ class Learner:
         return copied
 
     def state_tree(self) -> dict[str, Any]:
-        """All that a checkpoint must hold, arrays by name; the next `update` donates them. Also what to restore into."""
+        """All that a checkpoint must hold, arrays by name; the next `update` donates them. Also a restore template."""
         return {
             "params": dict(zip(self._compiled.names, self.params, strict=True)),
             "optimizer": dict(self._named_moments()),

@@ -6,15 +6,14 @@ rows, decode chunks) in the order it is planned.
 """
 
 from collections.abc import Hashable
-from enum import IntEnum
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trouper.channels import FinishReason, Turn
-from trouper.learner.request import MAX_STOPS, Request, Version
+from trouper.channels import Turn
+from trouper.learner.control import CONTROL_WIDTH, Column, Copy, Fill, control_row
+from trouper.learner.request import Request, Version
 
 # Copying fewer cached tokens than this from another slot is not worth waiting for, unless they are a good part of
 # what is missing.
@@ -26,41 +25,11 @@ def _worthwhile(missing: int) -> int:
     return max(1, min(_WORTH_A_COPY, missing // 4))
 
 
-class Phase(IntEnum):
-    """What a slot is doing."""
-
-    FREE = 0
-    """No conversation; what is cached may still serve as a prefix until the slot is taken."""
-    IDLE = 1
-    """Keeps a conversation between its turns."""
-    FILLING = 2
-    """Runs a request whose context is not cached yet."""
-    LIVE = 3
-    """Decodes."""
-
-
-class Column(IntEnum):
-    """Columns of the control matrix, the one small array that goes to the device with every chunk."""
-
-    TOKEN = 0
-    POSITION = 1
-    LEFT = 2
-    SEED = 3
-    TEMPERATURE = 4
-    TOP_P = 5
-    TOP_K = 6
-    STOPS = 7
-
-
-CONTROL_WIDTH = Column.STOPS + MAX_STOPS
-
-
-class Copy(msgspec.Struct, frozen=True):
-    """The first `length` cached tokens of slot `source` are to be copied to slot `target`."""
-
-    source: int
-    target: int
-    length: int
+# What a slot is doing. Plain numbers, as they are compared in arrays: `phase >= FILLING` runs a request.
+FREE = 0  # no conversation; what is cached may still serve as a prefix until the slot is taken
+IDLE = 1  # keeps a conversation between its turns
+FILLING = 2  # its request's context is not cached yet
+LIVE = 3  # decodes
 
 
 class Admission(NamedTuple):
@@ -68,24 +37,6 @@ class Admission(NamedTuple):
 
     slot: int
     copies: list[Copy]
-
-
-class Fill(msgspec.Struct, frozen=True, eq=False):
-    """One fixed-shape prefill call of `R` rows by `T` tokens; a slot may own several rows.
-
-    Attributes:
-        slots: int32 [R].
-        tokens: int32 [R, T].
-        positions: int32 [R, T]; the cache length where there is nothing to write.
-        count: how many tokens are written.
-        reach: one more than the highest position written.
-    """
-
-    slots: NDArray[np.int32]
-    tokens: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    count: int
-    reach: int
 
 
 class Slots:
@@ -98,7 +49,7 @@ class Slots:
     Attributes:
         control: int32 [S, CONTROL_WIDTH], what the device needs to decode; floats as their bits. A slot that does not
             decode has position `C`.
-        phase: int8 [S], a `Phase`.
+        phase: int8 [S], one of `FREE`, `IDLE`, `FILLING`, `LIVE`.
         known: int32 [S], how many token ids the slot holds.
         resident: int32 [S], for how many of them keys and values are cached.
         reused: tokens so far that did not have to be prefilled.
@@ -134,16 +85,16 @@ class Slots:
 
     def running(self) -> NDArray[np.intp]:
         """The slots that fill or decode, in order of admission."""
-        slots = np.flatnonzero(self.phase >= Phase.FILLING)
+        slots = np.flatnonzero(self.phase >= FILLING)
         return slots[np.argsort(self._ticket[slots])]
 
     def live(self) -> NDArray[np.intp]:
         """The slots that decode."""
-        return np.flatnonzero(self.phase == Phase.LIVE)
+        return np.flatnonzero(self.phase == LIVE)
 
     def runs(self, slot: int) -> bool:
         """Whether a slot fills or decodes."""
-        return bool(self.phase[slot] >= Phase.FILLING)
+        return bool(self.phase[slot] >= FILLING)
 
     def slot_of(self, conversation: Hashable) -> int | None:
         """Where a conversation is kept, if it is."""
@@ -173,7 +124,7 @@ class Slots:
         """Find prefixes anew for slots whose source was lost; call before admitting others."""
         copies: list[Copy] = []
         for slot in sorted(self._orphans, key=lambda slot: int(self._ticket[slot])):
-            if self.phase[slot] == Phase.FILLING:
+            if self.phase[slot] == FILLING:
                 self._plan(slot, version, copies)
         self._orphans.clear()
         return copies
@@ -194,28 +145,30 @@ class Slots:
         if own is None and not self._made_under(slot, version):
             common = 0
         same = self._history[slot, :common] == tokens[:common]
-        if not same.all():
+        appended = bool(own is not None and common and same.all())
+        if not appended and not same.all():
             common = int(same.argmin())
         self._history[slot, common:n] = tokens[common:]
         self.known[slot] = self._prompt[slot] = n
         self.resident[slot] = common
         if common == 0:
             self._life[slot], self._step[slot] = version
-        self.phase[slot] = Phase.FILLING
+        self.phase[slot] = FILLING
         self._wanted[slot] = False
         self._ticket[slot] = self._tick()
         self._conversations[request.conversation] = slot
         self._keys[slot] = request.conversation
         self._requests[slot] = request
-        self._write_control(slot, request)
+        self.control[slot] = control_row(request, self.length)
         self.reused += common
         copies: list[Copy] = []
-        self._plan(slot, version, copies)
+        if not appended:  # a conversation that just goes on has all there is
+            self._plan(slot, version, copies)
         return Admission(slot, copies)
 
     def _vacate(self, tokens: NDArray[np.int32], version: Version) -> int | None:
         """A slot for a conversation that has none."""
-        free = np.flatnonzero(self.phase == Phase.FREE)
+        free = np.flatnonzero(self.phase == FREE)
         if free.size:
             usable = (self._life[free] == version[0]) & (self._step[free] == version[1])
             lengths = np.where(usable, self._common(free, tokens[:-1], self.resident[free]), 0)
@@ -223,7 +176,7 @@ class Slots:
             if lengths[best] >= _worthwhile(len(tokens) - 1):
                 return int(free[best])
             return int(free[self._ticket[free].argmin()])
-        idle = np.flatnonzero(self.phase == Phase.IDLE)
+        idle = np.flatnonzero(self.phase == IDLE)
         if not idle.size:
             return None
         unwanted = idle[~self._wanted[idle]]
@@ -239,7 +192,7 @@ class Slots:
         least = own + _worthwhile(end - own)
         if end < least:
             return
-        filling = self.phase == Phase.FILLING
+        filling = self.phase == FILLING
         held = np.where(filling, self.known - 1, self.resident)
         # Waiting only for slots admitted earlier leaves no way to wait in a circle.
         fits = (held >= least) & (self._life == version[0]) & (self._step == version[1])
@@ -257,7 +210,7 @@ class Slots:
         source, shared = int(ready[0] if ready.size else best[self._ticket[best].argmin()]), int(longest)
         self._source[slot], self._shared[slot] = source, shared
         if ready.size:
-            if self.phase[source] < Phase.FILLING:
+            if self.phase[source] < FILLING:
                 self._ticket[source] = self._tick()
             copies.append(self._copied(slot))
 
@@ -283,16 +236,6 @@ class Slots:
     def _made_under(self, slot: int, version: Version) -> bool:
         return bool(self._life[slot] == version[0] and self._step[slot] == version[1])
 
-    def _write_control(self, slot: int, request: Request) -> None:
-        sampling = request.sampling
-        row = self.control[slot]
-        row[Column.LEFT] = request.max_tokens
-        row[Column.SEED :].view(np.uint32)[0] = request.seed
-        row[Column.TEMPERATURE : Column.TOP_K].view(np.float32)[:] = sampling.temperature, sampling.top_p
-        row[Column.TOP_K] = sampling.top_k
-        row[Column.STOPS :] = -1
-        row[Column.STOPS : Column.STOPS + len(request.stop)] = request.stop
-
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
@@ -308,7 +251,7 @@ class Slots:
             row_counts: the numbers of rows a call may have, ascending; the smallest that holds the work is taken.
             width: tokens in a row, `T`.
         """
-        slots = np.flatnonzero((self.phase == Phase.FILLING) & (self._source < 0) & (self.resident < self.known - 1))
+        slots = np.flatnonzero((self.phase == FILLING) & (self._source < 0) & (self.resident < self.known - 1))
         if not slots.size:
             return None
         slots = slots[np.argsort(self._ticket[slots])]
@@ -324,12 +267,12 @@ class Slots:
         owner = np.zeros(rows, np.int32)
         owner[:used] = np.repeat(slots, given)
         nth = np.arange(used) - np.repeat(np.cumsum(given) - given, given)
-        starts = np.full(rows, self.length)
+        starts: NDArray[np.int32] = np.full(rows, self.length, np.int32)
         starts[:used] = self.resident[owner[:used]] + nth * width
         ends = np.zeros(rows, np.int32)
         ends[:used] = np.minimum(starts[:used] + width, self.known[owner[:used]] - 1)
-        positions = starts[:, None] + np.arange(width)
-        positions = np.where(positions < ends[:, None], positions, self.length).astype(np.int32)
+        positions: NDArray[np.int32] = starts[:, None] + np.arange(width, dtype=np.int32)
+        positions[positions >= ends[:, None]] = self.length
         tokens: NDArray[np.int32] = self._history[owner[:, None], np.minimum(positions, self.length - 1)]
         reach = np.minimum(self.resident[slots] + given * width, self.known[slots] - 1)
         count = int((reach - self.resident[slots]).sum())
@@ -348,8 +291,8 @@ class Slots:
 
     def go_live(self) -> None:
         """Let every slot decode whose context is cached."""
-        ready = np.flatnonzero((self.phase == Phase.FILLING) & (self._source < 0) & (self.resident == self.known - 1))
-        self.phase[ready] = Phase.LIVE
+        ready = np.flatnonzero((self.phase == FILLING) & (self._source < 0) & (self.resident == self.known - 1))
+        self.phase[ready] = LIVE
         last = self.known[ready] - 1
         self.control[ready, Column.TOKEN] = self._history[ready, last]
         self.control[ready, Column.POSITION] = last
@@ -358,7 +301,7 @@ class Slots:
 
     def record(
         self, live: NDArray[np.intp], tokens: NDArray[np.int32], logprobs: NDArray[np.float32], step: int
-    ) -> NDArray[np.intp]:
+    ) -> list[tuple[int, Turn]]:
         """Take in a decode chunk.
 
         Args:
@@ -368,7 +311,7 @@ class Slots:
             step: the step of the weights that sampled them.
 
         Returns:
-            Those of the slots that ended.
+            The slots that ended, and what each has sampled since its request came.
         """
         for token, logprob in zip(tokens, logprobs, strict=True):
             emitted = token >= 0
@@ -385,30 +328,28 @@ class Slots:
         self.control[live, Column.POSITION] = last
         self.control[live, Column.LEFT] -= (tokens >= 0).sum(axis=0, dtype=np.int32)
         stopped = (self.control[live, Column.STOPS :] == sampled[:, None]).any(axis=1)
-        ended: NDArray[np.bool_] = stopped | (self.control[live, Column.LEFT] == 0)
-        return live[ended]
+        ended = np.flatnonzero(stopped | (self.control[live, Column.LEFT] == 0))
+        return [(int(live[i]), self._turn(int(live[i]), bool(stopped[i]))) for i in ended]
 
-    def turn(self, slot: int) -> Turn:
-        """What a slot that ended has sampled."""
+    def _turn(self, slot: int, stopped: bool) -> Turn:
         at = slice(int(self._prompt[slot]), int(self.known[slot]))
-        stopped = self._history[slot, at.stop - 1] in self.control[slot, Column.STOPS :]
-        finish: FinishReason = "stop" if stopped else "length"
         return Turn(
             self._history[slot, at].copy(),
             self._logprobs[slot, at].copy(),
             self._stamps[slot, at].copy(),
-            finish,
+            "stop" if stopped else "length",
             int(self._step[slot]),
         )
 
     def leave(self, slot: int) -> None:
         """End a slot's request; its conversation stays, idle."""
-        self.phase[slot] = Phase.IDLE
+        if self.phase[slot] == FILLING:  # nobody waits for a slot that decodes
+            self._source[slot] = -1
+            self._orphan(np.flatnonzero(self._source == slot))
+        self.phase[slot] = IDLE
         self.control[slot, Column.POSITION] = self.length
         self._requests[slot] = None
         self._ticket[slot] = self._tick()
-        self._source[slot] = -1
-        self._orphan(np.flatnonzero(self._source == slot))
 
     def release(self, conversation: Hashable) -> None:
         """Forget an idle conversation; what is cached serves as a prefix until the slot is taken."""
@@ -419,7 +360,7 @@ class Slots:
     def _forget(self, slot: int) -> None:
         del self._conversations[self._keys[slot]]
         self._keys[slot] = None
-        self.phase[slot] = Phase.FREE
+        self.phase[slot] = FREE
         self._wanted[slot] = False
 
     def _orphan(self, slots: NDArray[np.intp]) -> None:
@@ -437,10 +378,10 @@ class Slots:
 
     def recompute(self, version: Version) -> None:
         """New weights, no old keys and values: running slots fill again, all others are dropped."""
-        for slot in np.flatnonzero(self.phase == Phase.IDLE):
+        for slot in np.flatnonzero(self.phase == IDLE):
             self._forget(int(slot))
         running = self.running()
-        self.phase[running] = Phase.FILLING
+        self.phase[running] = FILLING
         self.control[running, Column.POSITION] = self.length
         self.resident[:] = 0
         self._life[:], self._step[:] = version

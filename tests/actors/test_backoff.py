@@ -83,5 +83,5 @@ def test_siblings_do_not_come_back_in_step() -> None:
 
 @pytest.mark.parametrize("wrong", [{"first": -1.0}, {"first": 5.0, "longest": 4.0}, {"factor": 0.5}])
 def test_backoff_refuses_impossible_numbers(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="first = |factor = "):
+    with pytest.raises(ValueError, match=r"first = |factor = "):
         Backoff("seed", **wrong)

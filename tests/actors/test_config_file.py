@@ -60,9 +60,15 @@ def test_what_is_left_out_has_its_default():
         ({"temperature": 1.0}, r"temperature = 1.0: .*temperature belongs to \[sampling\]"),
         ({"train": {"temperature": 1.0}}, r"train.temperature = 1.0: .*temperature belongs to \[sampling\]"),
         ({"smapling": {"temperature": 1.0}}, "smapling = .*did you mean sampling"),
-        ({"evaluation": {"tasks": {"source": "x", "epoch": 3}}}, "evaluation.tasks.epoch = 3: .*evaluation.tasks.epochs"),
+        (
+            {"evaluation": {"tasks": {"source": "x", "epoch": 3}}},
+            "evaluation.tasks.epoch = 3: .*evaluation.tasks.epochs",
+        ),
         ({"model": {"scratch": {**SCRATCH, "hiden_size": 8}}}, "model.scratch.hiden_size = 8: .*model.scratch.hidden"),
-        ({"model": {"scratch": {**SCRATCH, "vocab_size": 8}}}, "model.scratch.vocab_size = 8: it follows from the chat"),
+        (
+            {"model": {"scratch": {**SCRATCH, "vocab_size": 8}}},
+            "model.scratch.vocab_size = 8: it follows from the chat",
+        ),
         ({"optimizer": {"lr": 0.1}}, "optimizer.lr = 0.1: .*optimizer.learning_rate"),
         ({"log": {"zzzzz": 1}}, r"log.zzzzz = 1: there is no such key; \[log\] has episodes_per_step"),
     ],
@@ -262,5 +268,5 @@ class TestWriting:
             model=parse_config(MINIMAL).model,
             optimizer=OptimizerConfig(max_grad_norm=None),
         )
-        with pytest.raises(ConfigError, match="optimizer.max_grad_norm = None cannot be written"):
+        with pytest.raises(ConfigError, match=r"optimizer\.max_grad_norm = None cannot be written"):
             dump_config(config)

@@ -32,9 +32,9 @@ def changed(config=BASE, **sections):
     )
 
 
-def refusal(model=None, devices=None, **sections):
+def refusal(shape=None, devices=None, **sections):
     with pytest.raises(ConfigError) as caught:
-        plan(changed(**sections), model, devices=devices)
+        plan(changed(**sections), shape, devices=devices)
     return str(caught.value)
 
 
@@ -60,7 +60,10 @@ def test_the_defaults_can_run():
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9 would change nothing: .* evaluation is off"),
         ({"sampling": {"top_k": 20}}, "sampling.top_k = 20 would change nothing"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature = 0.0, but it must be more than 0"),
-        ({"sampling": {"max_prompt_tokens": 1000}}, r"1000 \+ 128 = 1128, more than sampling.max_context_tokens = 1024"),
+        (
+            {"sampling": {"max_prompt_tokens": 1000}},
+            r"1000 \+ 128 = 1128, more than sampling.max_context_tokens = 1024",
+        ),
         ({"train": {"row_tokens": 512}}, "train.row_tokens = 512 is less than sampling.max_context_tokens = 1024"),
         ({"rollout": {"num_generations": 1}}, "num_generations = 1, but it must be at least 2: an advantage compares"),
         ({"rollout": {"lost_members": "shrink", "min_members": 9}}, "min_members = 9 is more than .* = 8"),
@@ -205,5 +208,5 @@ def test_a_model_from_scratch_gets_its_vocabulary_from_the_chat_format():
 def test_the_text_holds_every_number():
     model = ModelConfig(vocab_size=11, **SHAPE)
     text = plan(changed(train={"max_steps": 100}), model).render()
-    for expected in ("100", "64", "128", f"{count_parameters(model):,}", "keys and values", "at most 1 steps", "note:"):
+    for expected in ("100", "64", "128", f"{count_parameters(model):,}", "keys and values", "at most 1 step"):
         assert expected in text

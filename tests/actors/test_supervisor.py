@@ -1,3 +1,4 @@
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ class Script:
                     await trio.sleep(after)
                     raise ValueError(f"{name} broke")
                 with trio.move_on_after(runs):
-                    await (stop.wait() if hears else trio.sleep_forever())
+                    await (stop if hears else trio.Event()).wait()
             finally:
                 self.events.append(f"-{name}")
 
@@ -125,9 +126,7 @@ def test_refuses_two_children_of_one_name(script: Script) -> None:
 async def test_strategy_says_who_restarts_with_a_failed_child(
     script: Script, autojump_clock: MockClock, strategy: Strategy, expected: list[str]
 ) -> None:
-    supervisor = script.supervisor(
-        script.child("a"), script.child("b", fails=1), script.child("c"), strategy=strategy
-    )
+    supervisor = script.supervisor(script.child("a"), script.child("b", fails=1), script.child("c"), strategy=strategy)
     await until_stopped(supervisor, 10.0)
     assert script.events == [*expected, "-c", "-b", "-a"]
     assert supervisor.restarts == 1
@@ -177,11 +176,7 @@ async def test_a_failure_before_the_restarting_group_widens_it(script: Script, a
         strategy=Strategy.REST_FOR_ONE,
     )
     await until_stopped(supervisor, 30.0)
-    assert script.events == ["+a", "+b", "+c", "-b", "-a", "-c", "+a", "+b", "+c", "-b", "-a", "-c"][:9] + [
-        "-c",
-        "-b",
-        "-a",
-    ]
+    assert script.events == ["+a", "+b", "+c", "-b", "-a", "-c", "+a", "+b", "+c", "-c", "-b", "-a"]
     assert supervisor.restarts == 2
 
 
@@ -432,7 +427,9 @@ async def test_a_failure_and_what_fails_in_its_wake_come_in_one_group(
             raise KeyError("cleanup")
 
     with pytest.RaisesGroup(
-        pytest.RaisesExc(ValueError, match="a broke"), pytest.RaisesExc(KeyError, match="cleanup"), match="'test' failed"
+        pytest.RaisesExc(ValueError, match="a broke"),
+        pytest.RaisesExc(KeyError, match="cleanup"),
+        match="'test' failed",
     ):
         await script.supervisor(script.child("a", NEVER, fails=1), Child("untidy", untidy, ON_ERROR)).run()
 
@@ -441,15 +438,13 @@ async def test_a_failure_and_what_fails_in_its_wake_come_in_one_group(
 
 
 async def test_cancellation_from_outside_ends_everything_at_once(script: Script, autojump_clock: MockClock) -> None:
-    supervisor = script.supervisor(
-        *(script.child(name, hears=False, grace=100.0) for name in "ab"), script.child("c", fails=9)
-    )
+    supervisor = script.supervisor(*(script.child(name, hears=False, grace=100.0) for name in "abc"))
     started = trio.current_time()
     with trio.move_on_after(1.5) as scope:
         await supervisor.run()
     assert scope.cancelled_caught
     assert trio.current_time() - started == 1.5
-    assert sorted(script.ends) == [("a", "stopped"), ("b", "stopped"), ("c", "failed")] or supervisor.restarts
+    assert sorted(script.ends) == [("a", "stopped"), ("b", "stopped"), ("c", "stopped")]
 
 
 async def test_cancellation_does_not_swallow_a_bug_in_cleanup_or_restart_it(
@@ -554,8 +549,6 @@ def test_any_schedule_keeps_the_promises(run_seeded: Callable[..., Any]) -> None
 
 
 async def _fuzz(seed: int) -> None:
-    import random
-
     rng = random.Random(seed)
     strategy = rng.choice(list(Strategy))
     alive: set[str] = set()
@@ -572,7 +565,7 @@ async def _fuzz(seed: int) -> None:
                 await trio.sleep(rng.choice([0.0, 1.0]))
                 task_status.started()
                 with trio.move_on_after(rng.choice([0.0, 1.0, 2.0, 5.0])):
-                    await (stop.wait() if rng.random() < 0.7 else trio.sleep_forever())
+                    await (stop if rng.random() < 0.7 else trio.Event()).wait()
                 if rng.random() < 0.6 and not stop.is_set():
                     crashes += 1
                     raise ValueError(name)

@@ -33,7 +33,11 @@ def whole(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
 
 
 def test_a_prompt_is_what_encoding_the_whole_text_gives(chatml, chatml_tokenizer):
-    messages = [Message("system", "Be brief."), Message("user", "What is 34 times 57?\n\n  1 "), Message("tool", "é 1938")]
+    messages = [
+        Message("system", "Be brief."),
+        Message("user", "What is 34 times 57?\n\n  1 "),
+        Message("tool", "é 1938"),
+    ]
     assert chatml.prompt(messages).tolist() == whole(chatml_tokenizer, messages)
 
 
@@ -65,7 +69,9 @@ def test_content_cannot_make_control_tokens(chatml):
     assert prompt.count(start) == len(messages) + 1
 
 
-@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "\ue000", "\ue001", "0", "here", "a "])))
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "\ue000", "\ue001", "0", "here", "a "]))
+)
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_content_that_spells_control_tokens_or_our_own_marks_comes_back_as_it_was(chatml, pieces):
     content = "".join(pieces)
@@ -121,7 +127,9 @@ def test_rewriting_is_seen_for_the_conversation_at_hand(model_folder, chatml_tok
 
 
 def test_a_prompt_that_opens_the_thinking_is_noticed(model_folder, chatml_tokenizer):
-    template = CHATML.replace("assistant\\n'", "assistant\\n<think>\\n'").replace("assistant\n'", "assistant\n<think>\n'")
+    template = CHATML.replace("assistant\\n'", "assistant\\n<think>\\n'").replace(
+        "assistant\n'", "assistant\n<think>\n'"
+    )
     assert load_chat(model_folder(chatml_tokenizer, template)).opens_thinking
 
 
@@ -204,7 +212,9 @@ def test_ids_beyond_the_tokenizer_are_no_crash(chatml):
             "cannot render the roles user",
         ),
         (
-            lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}"),
+            lambda folder: (folder / "chat_template.jinja").write_text(
+                "{% for m in messages %}{{ m.content }}{% endfor %}"
+            ),
             "names no end token",
         ),
     ],
@@ -270,7 +280,9 @@ def test_smollm2(smollm2):
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     messages = [Message("system", "Use calc."), Message("user", "What is 34 times 57?"), Message("tool", " 1938\n")]
     assert chat.prompt(messages).tolist() == whole(tokenizer, messages)
-    assert chat.decode(chat.prompt([USER])).startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert chat.decode(chat.prompt([USER])).startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM"
+    )
     tail = chat.continuation([USER, Message("assistant", "Yes."), Message("tool", HOSTILE)], 1, ended=True).tolist()
     assert (tail.count(1), tail.count(2)) == (2, 1)
     assert chat.decode(np.array(tail)) == f"\n<|im_start|>tool\n{HOSTILE}<|im_end|>\n<|im_start|>assistant\n"

@@ -47,18 +47,35 @@ def causal(length):
     return np.tril(np.ones((length, length), bool))
 
 
+@nnx.jit
+def hidden_states(model, tokens, positions, mask):
+    return model(tokens, positions, mask)
+
+
+@nnx.jit
+def next_logprobs(model, tokens, positions, mask):
+    scores = jax.nn.log_softmax(model.logits(model(tokens, positions, mask))[:, :-1], -1)
+    return jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
+
+
+extend = jax.jit(
+    lambda graph, state, cache, tokens, positions, slots, kv_length: nnx.merge(graph, state).extend(
+        cache, tokens, positions, slots, kv_length
+    ),
+    static_argnums=(0, 6),
+)
+
+
 def whole(model, tokens):
     """Hidden states of whole rows [B, T]."""
     batch, length = tokens.shape
     positions = jnp.tile(jnp.arange(length), (batch, 1))
-    return model(jnp.asarray(tokens), positions, jnp.tile(causal(length), (batch, 1, 1)))
+    return hidden_states(model, jnp.asarray(tokens), positions, jnp.tile(causal(length), (batch, 1, 1)))
 
 
 def logprobs(model, tokens, positions, mask):
     """Log-probability of each row's next token, float32 [B, T - 1]; softmax in float32."""
-    logits = model.logits(model(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(mask)))
-    scores = jax.nn.log_softmax(logits[:, :-1], -1)
-    return np.asarray(jnp.take_along_axis(scores, jnp.asarray(tokens)[:, 1:, None], -1)[..., 0])
+    return np.asarray(next_logprobs(model, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(mask)))
 
 
 @pytest.mark.parametrize("name", golden.CONFIGS)
@@ -81,9 +98,9 @@ def test_appending_to_cached_slots_equals_one_whole_pass(name):
     cache = make_cache(model.config, slots=4, length=20)
     slots = jnp.array([2, 0])
     parts = []
-    for start, end, seen in ((0, 6, 8), (6, 11, 16), (11, 14, 20)):  # prefill, append, append
+    for start, end in ((0, 7), (7, 14)):  # prefill, append
         positions = jnp.tile(jnp.arange(start, end), (2, 1))
-        hidden, cache = model.extend(cache, jnp.asarray(tokens[:, start:end]), positions, slots, seen)
+        hidden, cache = extend(*nnx.split(model), cache, jnp.asarray(tokens[:, start:end]), positions, slots, 16)
         parts.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)
 
@@ -93,8 +110,8 @@ def test_token_by_token_over_all_slots_equals_one_whole_pass(decoder):
     cache = make_cache(CONFIG, slots=3, length=8)
     hidden = []
     for position in range(7):
-        step, cache = decoder.extend(
-            cache, jnp.asarray(tokens[:, position, None]), jnp.full((3, 1), position), None, kv_length=8
+        step, cache = extend(
+            *nnx.split(decoder), cache, jnp.asarray(tokens[:, position, None]), jnp.full((3, 1), position), None, 8
         )
         hidden.append(step)
     np.testing.assert_allclose(jnp.concatenate(hidden, 1), whole(decoder, tokens), atol=2e-5)
@@ -103,8 +120,8 @@ def test_token_by_token_over_all_slots_equals_one_whole_pass(decoder):
 def test_positions_beyond_the_cache_write_nothing(decoder):
     cache = make_cache(CONFIG, slots=2, length=8)
     tokens = jnp.array([[1, 2, 3]])
-    _, cache = decoder.extend(cache, tokens, jnp.array([[0, 1, 2]]), jnp.array([0]), 8)
-    hidden, after = decoder.extend(cache, tokens, jnp.array([[8, 9, 8]]), jnp.array([0]), 8)
+    _, cache = extend(*nnx.split(decoder), cache, tokens, jnp.array([[0, 1, 2]]), jnp.array([0]), 8)
+    hidden, after = extend(*nnx.split(decoder), cache, tokens, jnp.array([[8, 9, 8]]), jnp.array([0]), 8)
     assert jax.tree.all(jax.tree.map(np.array_equal, cache, after))
     assert np.isfinite(hidden).all()
 
@@ -112,8 +129,8 @@ def test_positions_beyond_the_cache_write_nothing(decoder):
 def test_slots_do_not_see_each_other(decoder):
     tokens = jnp.array([[5, 6, 7], [8, 9, 10]])
     positions = jnp.tile(jnp.arange(3), (2, 1))
-    together, _ = decoder.extend(make_cache(CONFIG, 2, 4), tokens, positions, None, 4)
-    alone, _ = decoder.extend(make_cache(CONFIG, 1, 4), tokens[1:], positions[1:], None, 4)
+    together, _ = extend(*nnx.split(decoder), make_cache(CONFIG, 2, 4), tokens, positions, None, 4)
+    alone, _ = extend(*nnx.split(decoder), make_cache(CONFIG, 1, 4), tokens[1:], positions[1:], None, 4)
     np.testing.assert_allclose(together[1], alone[0], atol=1e-6)
 
 
@@ -182,7 +199,7 @@ def test_bfloat16_keeps_logits_and_their_normalizer_in_float32(decoder, alone):
     model = init_model(CONFIG, 0, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(decoder, nnx.Param)))
     tokens, positions, mask = padded("left", ROWS)
-    hidden = model(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(mask))
+    hidden = hidden_states(model, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(mask))
     logits = model.logits(hidden)
     assert hidden.dtype == jnp.bfloat16
     assert logits.dtype == jnp.float32
@@ -198,7 +215,7 @@ def test_bfloat16_keeps_logits_and_their_normalizer_in_float32(decoder, alone):
 def test_recomputing_blocks_changes_no_gradient():
     def gradients(remat):
         model = init_model(CONFIG, 3, remat=remat)
-        loss = nnx.value_and_grad(lambda m: (m.logits(whole(m, ROWS[0][None])) ** 2).mean())
+        loss = nnx.jit(nnx.value_and_grad(lambda m: (m.logits(whole(m, ROWS[0][None])) ** 2).mean()))
         return loss(model)
 
     (plain, plain_gradients), (saving, saving_gradients) = gradients(False), gradients(True)
@@ -212,7 +229,7 @@ def test_a_tied_embedding_is_one_parameter_with_both_gradients():
     names = [path[0] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     assert "lm_head" not in names
     assert names.count("embed_tokens") == 1
-    gradient = nnx.grad(lambda m: jax.nn.logsumexp(m.logits(whole(m, np.array([[1, 2]])))))(model)
+    gradient = nnx.jit(nnx.grad(lambda m: jax.nn.logsumexp(m.logits(whole(m, np.array([[1, 2]]))))))(model)
     rows = np.abs(gradient["embed_tokens"]["embedding"].get_value()).sum(-1)
     assert (rows > 0).all()  # as head: every row; as input: more for the rows that were read
     assert rows[[1, 2]].min() > np.delete(rows, [1, 2]).max()
