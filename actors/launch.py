@@ -16,12 +16,13 @@ from flax import nnx
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config_file import load_config, parse_config
+from trouper.actors.graph import Graph
 from trouper.actors.metrics import Recorder
 from trouper.actors.plan import plan, scratch_model
 from trouper.actors.progress import Screen, open_screen
 from trouper.actors.run import attend
 from trouper.actors.run_directory import RunDirectory
-from trouper.actors.standard import StandardRun, World
+from trouper.actors.standard import StandardRun, World, standard_graph
 from trouper.actors.trainer import CheckpointMeta
 from trouper.channels import CheckpointError, ConfigError, Task, Weights
 from trouper.envs import (
@@ -234,6 +235,7 @@ def launch(
     run_dir: Path,
     resume: bool = False,
     world: World | None = None,
+    wire: Callable[[StandardRun], Graph] = standard_graph,
     screen: Screen | None = None,
 ) -> int:
     """Run a configuration to its end.
@@ -243,6 +245,7 @@ def launch(
         run_dir: where everything is written.
         resume: go on from the newest checkpoint in it.
         world: in place of what the configuration names.
+        wire: puts the run's actors into a graph; give your own to add actors.
         screen: shows the progress; by default the terminal.
 
     Returns:
@@ -251,7 +254,7 @@ def launch(
     Raises:
         TrouperError: the run could not start, or failed.
     """
-    return trio.run(partial(run, config, run_dir=run_dir, resume=resume, world=world, screen=screen))
+    return trio.run(partial(run, config, run_dir=run_dir, resume=resume, world=world, wire=wire, screen=screen))
 
 
 async def run(
@@ -260,6 +263,7 @@ async def run(
     run_dir: Path,
     resume: bool = False,
     world: World | None = None,
+    wire: Callable[[StandardRun], Graph] = standard_graph,
     screen: Screen | None = None,
 ) -> int:
     """`launch`, inside a running Trio loop."""
@@ -288,7 +292,9 @@ async def run(
         publish = partial(_publish, learner, config)
         params, checked = publish()
         first = Weights(life=life, step=step, params=params, checksum=checked)
-        standard = StandardRun(config, world, learner, publish, make_engine, recorder, checkpoints, first, resumed)
+        standard = StandardRun(
+            config, world, learner, publish, make_engine, recorder, checkpoints, first, resumed, wire
+        )
         stopped_by = await attend(standard.graph)
         if stopped_by is not None:
             recorder.note(f"stopped by {stopped_by.name} after step {standard.trainer.step}; --resume goes on")

@@ -61,6 +61,7 @@ class StandardRun:
         checkpoints: where to save.
         weights: the first ones.
         resumed: the newest checkpoint's JSON item, if there is one.
+        wire: puts the actors into a graph; `standard_graph` when None.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class StandardRun:
         checkpoints: CheckpointFolder,
         weights: Weights,
         resumed: CheckpointMeta | None = None,
+        wire: "Callable[[StandardRun], Graph] | None" = None,
     ) -> None:
-        self._config = config
+        self.config = config
         self._world = world
         self._recorder = recorder
         rollout, train, sync = config.rollout, config.train, config.sync
@@ -136,11 +138,12 @@ class StandardRun:
             drop_last=train.drop_last,
             max_empty_steps=train.max_empty_steps,
         )
-        self.graph = self._wire()
+        self.evaluator = self._make_evaluator() if world.held_out is not None else None
+        self.graph = (wire or standard_graph)(self)
         self._last_gauges: dict[str, float] = {}
 
     def _slots(self, concurrency: int, temperature: float, top_p: float, top_k: int, breaker: Breaker) -> EpisodeSlots:
-        config, world = self._config, self._world
+        config, world = self.config, self._world
         return EpisodeSlots(
             concurrency,
             make_environment=world.make_environment,
@@ -163,50 +166,20 @@ class StandardRun:
         )
 
     def _evaluation_slots(self) -> EpisodeSlots:
-        evaluation, sampling, rollout = self._config.evaluation, self._config.sampling, self._config.rollout
+        evaluation, sampling, rollout = self.config.evaluation, self.config.sampling, self.config.rollout
         breaker = Breaker(rollout.max_consecutive_lost, rollout.max_lost_fraction)
         return self._slots(evaluation.max_concurrency, evaluation.temperature, sampling.top_p, sampling.top_k, breaker)
 
-    def _wire(self) -> Graph:
-        config = self._config
-        graph = Graph(config.run.name, seed=config.run.seed)
-        per_step = config.train.groups_per_step * config.rollout.num_generations
-        tasks = graph.channel("tasks", Attempt, capacity=config.rollout.num_generations)
-        episodes = graph.channel("episodes", Outcome, capacity=per_step)
-        groups = graph.channel("groups", Group, capacity=config.train.groups_per_step)
-        weights = graph.channel("weights", Weights, capacity=1)
-        requests = graph.channel("requests", Generate, capacity=config.engine.slots)
-        # Declared in the order of starting: consumers first, so that a stop reaches the source first.
-        graph.actor("sampler", self.sampler.run, requests=requests, restart=ON_ERROR, start_timeout=float("inf"))
-        graph.actor("barrier", self.barrier.run, inbox=weights, restart=NEVER)
-        if self._world.held_out is not None:
-            evaluator = Evaluator(
-                config.evaluation,
-                self._world.held_out,
-                self._evaluation_slots,
-                self.barrier.attested,
-                self._recorder,
-                run_seed=config.run.seed,
-            )
-            graph.actor("evaluator", evaluator.run, requests=requests, restart=NEVER)
-            graph.link("barrier", "evaluator", "attested step")
-        graph.actor(
-            "trainer",
-            self.trainer.run,
-            inbox=groups,
-            outbox=weights,
-            restart=NEVER,
-            start_timeout=float("inf"),
-            grace=float("inf"),  # it ends after the running device call and the checkpoint
+    def _make_evaluator(self) -> Evaluator:
+        assert self._world.held_out is not None
+        return Evaluator(
+            self.config.evaluation,
+            self._world.held_out,
+            self._evaluation_slots,
+            self.barrier.attested,
+            self._recorder,
+            run_seed=self.config.run.seed,
         )
-        graph.actor("grouper", self.grouper.run, inbox=episodes, outbox=groups, restart=NEVER)
-        graph.actor("episodes", self.episodes.run, inbox=tasks, outbox=episodes, requests=requests, restart=NEVER)
-        graph.actor("source", self.source.run, outbox=tasks, voids=episodes, restart=NEVER)
-        graph.link("barrier", "sampler", "weights (life, step)")
-        graph.link("barrier", "source", "pacer: attested step")
-        graph.link("grouper", "source", "pacer: closed and reopened slots")
-        graph.link("sampler", "episodes", "turns")
-        return graph
 
     def _gauges(self) -> Mapping[str, float]:
         """What the other actors can tell about the time since the last call."""
@@ -226,3 +199,38 @@ class StandardRun:
         since = {name: value - self._last_gauges.get(name, 0.0) for name, value in totals.items()}
         self._last_gauges = totals
         return gauges | since
+
+
+def standard_graph(run: StandardRun) -> Graph:
+    """How the actors of a run are wired, unless you wire them yourself."""
+    config = run.config
+    graph = Graph(config.run.name, seed=config.run.seed)
+    per_step = config.train.groups_per_step * config.rollout.num_generations
+    tasks = graph.channel("tasks", Attempt, capacity=config.rollout.num_generations)
+    episodes = graph.channel("episodes", Outcome, capacity=per_step)
+    groups = graph.channel("groups", Group, capacity=config.train.groups_per_step)
+    weights = graph.channel("weights", Weights, capacity=1)
+    requests = graph.channel("requests", Generate, capacity=config.engine.slots)
+    # Declared in the order of starting: consumers first, so that a stop reaches the source first.
+    graph.actor("sampler", run.sampler.run, requests=requests, restart=ON_ERROR, start_timeout=float("inf"))
+    graph.actor("barrier", run.barrier.run, inbox=weights, restart=NEVER)
+    if run.evaluator is not None:
+        graph.actor("evaluator", run.evaluator.run, requests=requests, restart=NEVER)
+        graph.link("barrier", "evaluator", "attested step")
+    graph.actor(
+        "trainer",
+        run.trainer.run,
+        inbox=groups,
+        outbox=weights,
+        restart=NEVER,
+        start_timeout=float("inf"),
+        grace=float("inf"),  # it ends after the running device call and the checkpoint
+    )
+    graph.actor("grouper", run.grouper.run, inbox=episodes, outbox=groups, restart=NEVER)
+    graph.actor("episodes", run.episodes.run, inbox=tasks, outbox=episodes, requests=requests, restart=NEVER)
+    graph.actor("source", run.source.run, outbox=tasks, voids=episodes, restart=NEVER)
+    graph.link("barrier", "sampler", "weights (life, step)")
+    graph.link("barrier", "source", "pacer: attested step")
+    graph.link("grouper", "source", "pacer: closed and reopened slots")
+    graph.link("sampler", "episodes", "turns")
+    return graph

@@ -307,9 +307,9 @@ class _Supervision:
                 await life.done.wait()  # two lives of one child never overlap, however stuck the first is
             await trio.sleep(delay)
             for slot in group:
-                if slot.over or (slot.lives and slot.child.restart is Restart.NEVER):
+                if slot.over:
                     continue
-                await trio.lowlevel.checkpoint_if_cancelled()
+                await trio.lowlevel.checkpoint_if_cancelled()  # a newer recovery may have taken over meanwhile
                 if not await self._start(slot):
                     return
 

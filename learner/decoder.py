@@ -98,8 +98,8 @@ class Attention(nnx.Module):
         self.config = config
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         kwargs: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        init = nnx.initializers.normal(0.02)
-        out_init = nnx.initializers.normal(0.02 / math.sqrt(2 * config.num_hidden_layers))
+        init = nnx.initializers.normal(config.initializer_range)
+        out_init = nnx.initializers.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
         bias = config.attention_bias
         self.q_proj = nnx.Linear(config.hidden_size, heads * width, use_bias=bias, kernel_init=init, **kwargs)
         self.k_proj = nnx.Linear(config.hidden_size, kv_heads * width, use_bias=bias, kernel_init=init, **kwargs)
@@ -145,8 +145,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, param_dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         kwargs: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        init = nnx.initializers.normal(0.02)
-        out_init = nnx.initializers.normal(0.02 / math.sqrt(2 * config.num_hidden_layers))
+        init = nnx.initializers.normal(config.initializer_range)
+        out_init = nnx.initializers.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.input_layernorm = nnx.RMSNorm(width, epsilon=config.rms_norm_eps, **kwargs)
         self.self_attn = Attention(config, **kwargs)
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         dtype: what matrices are multiplied in.
         param_dtype: what parameters are stored in.
         remat: recompute each block in the backward pass: less memory, one more forward pass.
-        rngs: for the initial parameters (normal, std 0.02; output projections scaled by 1/sqrt(2 L)).
+        rngs: for the initial parameters (normal, `config.initializer_range` wide; output projections scaled by 1/sqrt(2 L)).
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.remat = remat
         kwargs: dict[str, Any] = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(param_dtype), "rngs": rngs}
-        init = nnx.initializers.normal(0.02)
+        init = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, embedding_init=init, **kwargs)
         self.layers = nnx.List([Block(config, **kwargs) for _ in range(config.num_hidden_layers)])
         self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, **kwargs)

@@ -22,7 +22,9 @@ from trouper.learner.sampling import sample, uniforms
 
 def cache_placement(sharding: Sharding) -> Sharding:
     """Where the cache lies: with the parameters, whole on every device."""
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())  # type: ignore[no-untyped-call]  # JAX has no types here
+    return sharding
 
 
 class _Carry(NamedTuple):

@@ -127,6 +127,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         rope_scaling: None, or Llama 3's.
         max_position_embeddings: the longest context the model was made for, in tokens.
         model_type: the family, as `config.json` names it.
+        initializer_range: standard deviation of a new model's weights.
     """
 
     vocab_size: int
@@ -146,6 +147,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 2048
     model_type: str = "llama"
+    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         for name in (

@@ -267,11 +267,11 @@ class Slots:
         owner = np.zeros(rows, np.int32)
         owner[:used] = np.repeat(slots, given)
         nth = np.arange(used) - np.repeat(np.cumsum(given) - given, given)
-        starts: NDArray[np.int32] = np.full(rows, self.length, np.int32)
+        starts = np.full(rows, self.length)
         starts[:used] = self.resident[owner[:used]] + nth * width
         ends = np.zeros(rows, np.int32)
         ends[:used] = np.minimum(starts[:used] + width, self.known[owner[:used]] - 1)
-        positions: NDArray[np.int32] = starts[:, None] + np.arange(width, dtype=np.int32)
+        positions = (starts[:, None] + np.arange(width)).astype(np.int32)
         positions[positions >= ends[:, None]] = self.length
         tokens: NDArray[np.int32] = self._history[owner[:, None], np.minimum(positions, self.length - 1)]
         reach = np.minimum(self.resident[slots] + given * width, self.known[slots] - 1)

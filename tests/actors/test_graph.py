@@ -229,6 +229,26 @@ async def test_stop_event_and_readiness_are_passed_to_those_who_want_them(autoju
     assert trio.current_time() - started == 4.0
 
 
+async def test_an_actor_that_was_asked_to_stop_may_leave_its_inbox(autojump_clock: MockClock) -> None:
+    async def produce(outbox: Sender[Number]) -> None:
+        while True:
+            await trio.sleep(1.0)
+            await outbox.send(Number(1))
+
+    async def take(inbox: Receiver[Number], stop: trio.Event) -> None:
+        while not stop.is_set():
+            await inbox.receive()
+
+    graph = Graph("leaving")
+    numbers = graph.channel("numbers", Number, capacity=1)
+    graph.actor("produce", produce, outbox=numbers, restart=NEVER)
+    graph.actor("take", take, inbox=numbers, restart=NEVER)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(graph.run)
+        await trio.sleep(2.5)
+        graph.stop()
+
+
 async def test_an_actor_that_never_comes_up_is_named(autojump_clock: MockClock) -> None:
     async def slow(task_status: trio.TaskStatus[None]) -> None:
         await trio.sleep_forever()

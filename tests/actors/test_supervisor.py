@@ -157,6 +157,52 @@ async def test_what_returned_or_may_not_restart_stays_away_when_its_group_restar
     assert ended == ["done", "once"]
 
 
+async def test_who_returns_by_itself_while_its_group_is_being_stopped_is_done(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    supervisor = script.supervisor(
+        script.child("fails", fails=1, after=1.0),
+        script.child("done", runs=2.0),
+        script.child("deaf", hears=False, grace=5.0),
+        strategy=Strategy.ONE_FOR_ALL,
+    )
+    await until_stopped(supervisor, 30.0)
+    assert script.lives == {"fails": 2, "done": 1, "deaf": 2}
+
+
+def test_a_crash_right_after_coming_up_starts_no_sibling_twice(run_seeded: Callable[..., Any]) -> None:
+    async def main() -> None:
+        alive: list[str] = []
+        starts = 0
+
+        async def crashes(stop: trio.Event, *, task_status: Status) -> None:
+            nonlocal starts
+            starts += 1
+            assert not alive
+            task_status.started()
+            if starts <= 3:
+                raise ValueError("crashed")
+            await stop.wait()
+
+        async def follows(stop: trio.Event, *, task_status: Status) -> None:
+            alive.append("follows")
+            task_status.started()
+            await stop.wait()
+            alive.remove("follows")
+
+        supervisor = Supervisor(
+            "test",
+            [Child("crashes", crashes, ON_ERROR), Child("follows", follows, ON_ERROR)],
+            strategy=Strategy.REST_FOR_ONE,
+            backoff=partial(Backoff, first=0.0),
+        )
+        await until_stopped(supervisor, 1.0)
+        assert starts == 4
+
+    for seed in range(20):
+        run_seeded(seed, main)
+
+
 async def test_two_siblings_that_fail_at_the_same_moment_are_one_failure_of_the_group(
     script: Script, autojump_clock: MockClock
 ) -> None:
@@ -177,6 +223,8 @@ async def test_a_failure_before_the_restarting_group_widens_it(script: Script, a
     )
     await until_stopped(supervisor, 30.0)
     assert script.events == ["+a", "+b", "+c", "-b", "-a", "-c", "+a", "+b", "+c", "-c", "-b", "-a"]
+    ends = {exited.name: exited.at for exited in script.exits[:3]}
+    assert ends["c"] - ends["b"] == 5.0  # being asked to stop a second time prolonged nothing
     assert supervisor.restarts == 2
 
 
@@ -471,6 +519,35 @@ async def test_cancellation_does_not_swallow_a_bug_in_cleanup_or_restart_it(
         with trio.move_on_after(1.0):
             await script.supervisor(script.child("a"), Child("untidy", untidy, ALWAYS)).run()
     assert lives == 1
+
+
+async def test_cancellation_does_not_swallow_an_error_that_replaced_it(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    async def untidy(stop: trio.Event, *, task_status: Status) -> None:
+        task_status.started()
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise KeyError("cleanup")
+
+    with pytest.RaisesGroup(pytest.RaisesExc(KeyError, match="cleanup"), flatten_subgroups=True):
+        with trio.move_on_after(1.0):
+            await script.supervisor(script.child("a"), Child("untidy", untidy, ALWAYS)).run()
+    assert ("untidy", "failed") in script.ends
+
+
+async def test_cancellation_while_failing_does_not_swallow_the_failure(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    async def shielded(stop: trio.Event, *, task_status: Status) -> None:
+        task_status.started()
+        with trio.CancelScope(shield=True):
+            await trio.sleep(4.0)
+
+    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="a broke"), flatten_subgroups=True):
+        with trio.move_on_after(2.0):
+            await script.supervisor(Child("slow", shielded, ON_ERROR), script.child("a", NEVER, fails=1)).run()
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])

@@ -193,6 +193,15 @@ async def test_a_prompt_that_is_too_long_asks_nothing(script, conversation):
         await talk.generate()
 
 
+async def test_a_row_begun_later_may_be_longer_than_a_prompt(script, sampled, conversation):
+    talk = conversation(PLAIN, script(sampled([1, 2]), sampled([1, 2])), max_prompt_tokens=3)
+    talk.user("ooo")
+    await talk.generate()
+    talk.fork()
+    await talk.generate()
+    assert [len(row.tokens) for row in talk.rows()] == [5, 7]
+
+
 async def test_turns_run_out(script, sampled, conversation):
     talk = conversation(PLAIN, script(sampled([1, 2])), max_turns=1)
     await talk.generate()

@@ -126,7 +126,7 @@ def test_llama_with_scaled_rotary_frequencies():
     config = ModelConfig.from_hf(LLAMA_3_2_1B)
     assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
     assert (config.rope_theta, config.tie_word_embeddings, config.head_dim) == (500_000.0, True, 64)
-    assert not (config.attention_bias or config.output_bias or config.mlp_bias or config.qk_norm)
+    assert {config.attention_bias, config.output_bias, config.mlp_bias, config.qk_norm} == {False}
 
 
 def test_smollm2_has_heads_of_hidden_size_over_heads():
@@ -211,8 +211,8 @@ def test_every_spelling_of_the_rotary_scaling_reads_the_same(rope):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
         ({"rope_scaling": {"factor": 2.0}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {**LLAMA3, "attention_factor": 1.2}}, "attention_factor = 1.2"),
@@ -223,7 +223,7 @@ def test_every_spelling_of_the_rotary_scaling_reads_the_same(rope):
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"rope_interleaved": True}, "rope_interleaved = True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_experts": 8}, "num_experts = 8"),
