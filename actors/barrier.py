@@ -59,6 +59,8 @@ class Barrier:
     async def _bring(self, index: int, sampler: Sampler, weights: Weights) -> None:
         problems: list[str] = []
         for _ in range(self._attempts):
+            if sampler.ended:  # nobody will ever ask it again
+                return
             with trio.move_on_after(self._timeout):
                 checksum = await sampler.update(weights)
                 if checksum == weights.checksum:

@@ -17,7 +17,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file. Unknown keys are refused."""
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """`[run]`.
 
     Attributes:
@@ -31,7 +31,7 @@ class Run(Section):
     seed: int = 0
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     """`[model]`: `source` or `scratch`, not both.
 
     Attributes:
@@ -50,7 +50,7 @@ class Model(Section):
     remat: bool = False
 
 
-class Chat(Section):
+class Chat(Section, frozen=True):
     """`[chat]`: how messages become token ids.
 
     Attributes:
@@ -64,7 +64,7 @@ class Chat(Section):
     stop: str = ""
 
 
-class Tasks(Section):
+class Tasks(Section, frozen=True):
     """`[tasks]`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Tasks(Section):
     shuffle: bool = True
 
 
-class Environment(Section):
+class Environment(Section, frozen=True):
     """`[environment]`.
 
     Attributes:
@@ -111,7 +111,7 @@ class Environment(Section):
     max_abandoned_threads: int = 16
 
 
-class Agent(Section):
+class Agent(Section, frozen=True):
     """`[agent]`.
 
     Attributes:
@@ -123,7 +123,7 @@ class Agent(Section):
     arguments: dict[str, Any] = {}
 
 
-class Reward(Section):
+class Reward(Section, frozen=True):
     """`[reward]`.
 
     Attributes:
@@ -135,7 +135,7 @@ class Reward(Section):
     weights: tuple[float, ...] = ()
 
 
-class Sampling(Section):
+class Sampling(Section, frozen=True):
     """`[sampling]`.
 
     Attributes:
@@ -157,7 +157,7 @@ class Sampling(Section):
     max_context_tokens: int = 1024
 
 
-class Engine(Section):
+class Engine(Section, frozen=True):
     """`[engine]`: the generation engine.
 
     Attributes:
@@ -175,7 +175,7 @@ class Engine(Section):
     kv_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class Rollout(Section):
+class Rollout(Section, frozen=True):
     """`[rollout]`.
 
     Attributes:
@@ -207,7 +207,7 @@ class Rollout(Section):
     max_lost_fraction: float = 0.5
 
 
-class Train(Section):
+class Train(Section, frozen=True):
     """`[train]`.
 
     Attributes:
@@ -233,7 +233,7 @@ class Train(Section):
     max_empty_steps: int = 10
 
 
-class Sync(Section):
+class Sync(Section, frozen=True):
     """`[sync]`: how new weights reach the samplers.
 
     Attributes:
@@ -251,7 +251,7 @@ class Sync(Section):
     timeout: float = 300.0
 
 
-class Evaluation(Section):
+class Evaluation(Section, frozen=True):
     """`[evaluation]`: episodes on held-out tasks, beside training and without its slots.
 
     Attributes:
@@ -275,7 +275,7 @@ class Evaluation(Section):
     max_concurrency: int = 32
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     """`[checkpoint]`.
 
     Attributes:
@@ -287,7 +287,7 @@ class Checkpoint(Section):
     max_to_keep: int = 3
 
 
-class Log(Section):
+class Log(Section, frozen=True):
     """`[log]`.
 
     Attributes:
@@ -297,7 +297,7 @@ class Log(Section):
     episodes_per_step: int = 2
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """A whole run."""
 
     tasks: Tasks

@@ -29,6 +29,17 @@ from trouper.envs import (
 )
 
 
+class _Call:
+    """A call on its way: who asked for what, and the scope by which the asker takes it back."""
+
+    def __init__(self, what: str, arguments: tuple[Any, ...], attempt_scope: trio.CancelScope) -> None:
+        self.what = what
+        self.arguments = arguments
+        self.attempt_scope = attempt_scope
+        self.reply: Reply[Any] = Reply()
+        self.scope = trio.CancelScope()
+
+
 class EnvironmentActor:
     """One environment in its slot; also the `World` that the agent sees.
 
@@ -54,13 +65,11 @@ class EnvironmentActor:
         self._backoff = backoff
         self._note = note
         self._environment: Any = None
-        self._call: tuple[str, tuple[Any, ...], Reply[Any]] | None = None
-        self._call_scope = trio.CancelScope()
+        self._call: _Call | None = None
         self._called = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
         self._attempt_scope = trio.CancelScope()
-        self._answered = True
-        self._healthy = True
+        self._fruitless = 0  # lives in a row that answered nothing
         self._steps = 0
         self.restarts = 0
         self.tools: tuple[Tool, ...] = ()
@@ -75,7 +84,6 @@ class EnvironmentActor:
         self.failure: EnvironmentFailure | None = None
         self.reward_sum = 0.0
         self.metrics: dict[str, float] = {}
-        self.tool_calls = self.tool_failures = 0
         self.seconds = 0.0
 
     async def prepare(self) -> None:
@@ -101,8 +109,6 @@ class EnvironmentActor:
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Call a tool; a call that does not fit is a result the model reads."""
         result: ToolResult = await self._ask("call_tool", name, arguments)
-        self.tool_calls += 1
-        self.tool_failures += result.failed
         return result
 
     async def score(self) -> float | None:
@@ -114,14 +120,12 @@ class EnvironmentActor:
         started = trio.current_time()
         while self._call is not None:  # an earlier attempt was cancelled in the middle of a call
             await self._idle.park()
-        reply: Reply[Any] = Reply()
-        self._call = (what, arguments, reply)
+        self._call = call = _Call(what, arguments, self._attempt_scope)
         self._called.unpark_all()
         try:
-            return await reply.wait()
+            return await call.reply.wait()
         except trio.Cancelled:
-            if self._call is not None and self._call[2] is reply:
-                self._call_scope.cancel()
+            call.scope.cancel()
             raise
         finally:
             self.seconds += trio.current_time() - started
@@ -134,41 +138,54 @@ class EnvironmentActor:
             while True:
                 while self._call is None:
                     await self._called.park()
-                what, arguments, reply = self._call
-                with trio.CancelScope() as self._call_scope:
-                    await self._answer(what, arguments, reply)
-                if not reply.answered:  # it failed, or its asker has gone: nobody knows the object's state
-                    self.restarts += 1
-                    if self.failure is not None:
-                        self._attempt_scope.cancel()
-                    await self._close()
+                call = self._call
+                if not call.scope.cancel_called:  # else the asker has gone before anything was touched
+                    await self._handle(call)
                 self._call = None
                 self._idle.unpark_all()
         finally:
             with trio.CancelScope(shield=True):  # bounded by close_timeout
                 await self._close()
 
-    async def _answer(self, what: str, arguments: tuple[Any, ...], reply: Reply[Any]) -> None:
+    async def _handle(self, call: _Call) -> None:
+        failure: EnvironmentFailure | None = None
+        with call.scope:
+            failure = await self._answer(call)
+        if call.reply.answered:
+            return
+        self.restarts += 1  # nobody knows the object's state
+        if call.scope.cancel_called:
+            failure = EnvironmentFailure("agent_error", f"the agent left {call.what} before it was answered")
+        # An attempt that is over, or was cancelled from outside, has an end of its own already.
+        if call.attempt_scope is self._attempt_scope and not call.attempt_scope.cancel_called:
+            self.failure = failure
+            call.attempt_scope.cancel()
+        await self._close()
+
+    async def _answer(self, call: _Call) -> EnvironmentFailure | None:
+        failure: EnvironmentFailure | None = None
         try:
             if self._environment is None:
                 await self._create()
-            reply.set(await getattr(self, f"_{what}")(*arguments))
-            self._answered = self._healthy = what != "prepare" or self._answered
+            value = await getattr(self, f"_{call.what}")(*call.arguments)
+            if call.what != "prepare":
+                self._fruitless = 0
+            call.reply.set(value)
         except* RunError:
             raise
         except* Exception as group:  # user code may raise anything; here that is an outcome, not a crash
             error = first_leaf(group)
-            if not isinstance(error, EnvironmentFailure):
-                failure = EnvironmentFailure("env_error", f"{what}: {type(error).__name__}: {error}")
+            if isinstance(error, EnvironmentFailure):
+                failure = error
+            else:
+                failure = EnvironmentFailure("env_error", f"{call.what}: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-                error = failure
-            self.failure = error
+        return failure
 
     async def _create(self) -> None:
-        if not self._answered:  # the last object, if there was one, failed before it did anything
-            await trio.sleep(self._backoff.delay(math.inf if self._healthy else 0.0))
-            self._healthy = False
-        self._answered = False
+        if self._fruitless:
+            await trio.sleep(self._backoff.delay(math.inf if self._fruitless == 1 else 0.0))
+        self._fruitless += 1
         self._environment = await self._limited("create", self._deadlines.create_timeout, self._make)
         self.tools = tools_of(self._environment)
 
@@ -191,18 +208,16 @@ class EnvironmentActor:
         return await call_tool(self._environment, name, arguments, invoke)
 
     async def _score(self) -> float | None:
-        if not hasattr(self._environment, "reward"):
-            return self.reward_sum
-        value = await self._limited("reward", self._deadlines.reward_timeout, self._environment.reward)
-        return checked_score(self._environment, value, self._steps)
+        score: Any = self.reward_sum
+        if hasattr(self._environment, "reward"):
+            score = await self._limited("reward", self._deadlines.reward_timeout, self._environment.reward)
+        return checked_score(self._environment, score, self._steps)
 
     async def _limited(self, what: str, limit: float, function: Callable[[], Any]) -> Any:
-        try:
-            with trio.fail_after(limit):
-                return await self._threads.call(function)
-        except trio.TooSlowError:
-            message = f"{what} took longer than environment.{what}_timeout = {limit:g} s"
-            raise EnvironmentFailure("env_timeout", message) from None
+        with trio.move_on_after(limit):
+            return await self._threads.call(function)
+        message = f"{what} took longer than environment.{what}_timeout = {limit:g} s"
+        raise EnvironmentFailure("env_timeout", message)
 
     async def _close(self) -> None:
         environment, self._environment = self._environment, None

@@ -183,10 +183,11 @@ class EpisodeSlots:
 
     async def _try(self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]) -> Episode | Lost:
         started = trio.current_time()
-        generator = Generator(self._sampler, requests, attempt.id, attempt.seed)
+        scope = trio.CancelScope(deadline=started + self._rules.episode_timeout)
+        generator = Generator(self._sampler, requests, attempt.seed, scope)
         episode: Episode | None = None
         error: BaseException | None = None
-        with trio.CancelScope(deadline=started + self._rules.episode_timeout) as scope:
+        with scope:
             world.begin(attempt.task, scope)
             try:
                 episode = await self._episode(attempt, world, generator, started)
@@ -195,8 +196,9 @@ class EpisodeSlots:
             except* Exception as group:  # agents, rewards and samplers may raise anything: the attempt is lost
                 error = first_leaf(group)
         generator.close()
-        if world.failure is not None:
-            return Lost(attempt, _kind(world.failure), str(world.failure))
+        failure = world.failure or generator.failure
+        if failure is not None:
+            return Lost(attempt, _kind(failure), str(failure))
         if error is not None:
             return Lost(attempt, _kind(error), f"{type(error).__name__}: {error}")
         if episode is None:
@@ -225,7 +227,7 @@ class EpisodeSlots:
             pass  # turns or context are used up: `talk.status` says which
         score = await world.score()
         judged = await self._rewards.score(
-            attempt.task, talk.messages, partial(self._judge, self._deadlines.reward_timeout)
+            world.task, talk.messages, partial(self._judge, self._deadlines.reward_timeout)
         )
         parts = [value for value in (score, judged.total) if value is not None]
         status: EpisodeStatus = talk.status

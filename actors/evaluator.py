@@ -99,8 +99,9 @@ class Evaluator:
             metrics[f"{prefix}/pass@1"] = statistics.fmean(statistics.fmean(each) for each in passed.values())
             if evaluation.samples > 1:
                 metrics[f"{prefix}/pass@{evaluation.samples}"] = statistics.fmean(any(e) for e in passed.values())
-            metrics[f"{prefix}/reward"] = statistics.fmean(e.reward for e in episodes if e.reward is not None)
-            versions = [row.versions[row.loss_mask] for episode in episodes for row in episode.rows]
-            metrics[f"{prefix}/oldest_weights"] = float(min(int(each.min()) for each in versions if len(each)))
-            metrics[f"{prefix}/newest_weights"] = float(max(int(each.max()) for each in versions if len(each)))
+        if rewards := [episode.reward for episode in episodes if episode.reward is not None]:
+            metrics[f"{prefix}/reward"] = statistics.fmean(rewards)
+        if versions := [row.versions[row.loss_mask] for episode in episodes for row in episode.rows]:
+            metrics[f"{prefix}/oldest_weights"] = float(min(each.min() for each in versions))
+            metrics[f"{prefix}/newest_weights"] = float(max(each.max() for each in versions))
         self._recorder.record(step, metrics)

@@ -40,7 +40,7 @@ _AT_LEAST = {
     "rollout.max_consecutive_lost": 1,
     "environment.max_abandoned_threads": 0,
     "environment.restart_backoff": 0,
-    "train.max_steps": 1,
+    "train.max_steps": 0,
     "train.groups_per_step": 1,
     "train.micro_batch_size": 1,
     "train.row_tokens": 0,

@@ -39,7 +39,7 @@ class GenerationEngine(Protocol):
     def cancel(self, id: int) -> None:
         """Forget a request."""
 
-    def release(self, conversation: int | str) -> None:
+    def release(self, conversation: int) -> None:
         """Forget a conversation's keys and values."""
 
     def warm_up(self) -> None:
@@ -72,6 +72,11 @@ class Sampler:
         mode: how new weights come in; see `trouper.actors.config.Sync`.
         kv: what happens to keys and values of older weights.
         drain_timeout: seconds that `drain` waits for running generations.
+
+    Attributes:
+        weights: the newest that the engine was given.
+        sampled_tokens: so far.
+        ended: every asker has ended, and it with them: nothing will be sampled any more.
     """
 
     def __init__(
@@ -95,30 +100,35 @@ class Sampler:
         self._waiting: dict[int, Generate] = {}
         self._running: dict[int, Generate] = {}
         self._deliveries: dict[int, int] = {}
-        self._dropped: list[tuple[Literal["cancel", "release"], int | str]] = []
+        self._cancelled: list[int] = []
+        self._released: list[int] = []
         self._update: _Update | None = None
         self._closed = False
         self._change = trio.lowlevel.ParkingLot()
         self._space = trio.lowlevel.ParkingLot()
         self._next_id = 0
         self.sampled_tokens = 0
+        self.ended = False
 
     # ------------------------------------------------------------------ called by other actors, never blocking
 
     def next_id(self) -> int:
-        """A request id that was never used in this process."""
+        """An id for a request or a conversation that was never used in this process."""
         self._next_id += 1
         return self._next_id
 
     def cancel(self, id: int) -> None:
         """The asker of this request has gone."""
-        if self._waiting.pop(id, None) is None and id in self._running:
-            self._dropped.append(("cancel", id))
-        self._change.unpark_all()
+        if self._waiting.pop(id, None) is not None:
+            self._deliveries.pop(id, None)
+            self._space.unpark_all()
+        elif id in self._running:
+            self._cancelled.append(id)
+            self._change.unpark_all()
 
-    def release(self, conversation: int | str) -> None:
+    def release(self, conversation: int) -> None:
         """No further turn of this conversation will come."""
-        self._dropped.append(("release", conversation))
+        self._released.append(conversation)
 
     async def update(self, weights: Weights) -> int:
         """Swap to these weights; returns the checksum of what the engine then holds."""
@@ -142,7 +152,6 @@ class Sampler:
         """Serve until every asker has ended and everything asked is answered."""
         engine = await self._accelerator.run(self._make_engine, self.weights)
         await self._accelerator.run(engine.warm_up)
-        self._dropped.clear()  # a new engine knows no conversations
         self._ask_again()
         task_status.started()
         async with trio.open_nursery() as nursery:
@@ -151,9 +160,13 @@ class Sampler:
             nursery.cancel_scope.cancel()
 
     def _ask_again(self) -> None:
+        self._cancelled.clear()
+        self._released.clear()  # a new engine knows no conversations
         again, self._running = self._running, {}
         for id, generate in again.items():
-            if self._deliveries[id] >= MAX_DELIVERIES:
+            if generate.reply.answered:  # its asker went while nothing ran here
+                del self._deliveries[id]
+            elif self._deliveries[id] >= MAX_DELIVERIES:
                 del self._deliveries[id]
                 generate.reply.fail(SamplerError(f"request {id} was in flight each of {MAX_DELIVERIES} times it died"))
             else:
@@ -196,18 +209,20 @@ class Sampler:
                 for finished in await self._accelerator.run(engine.step):
                     self._answer(finished)
             elif self._closed and not self._waiting and update is None:
+                self.ended = True
                 return
             else:
                 await self._change.park()
 
     def _forget(self, engine: GenerationEngine) -> None:
-        dropped, self._dropped = self._dropped, []
-        for what, key in dropped:
-            if what == "release":
-                engine.release(key)
-            elif isinstance(key, int) and self._running.pop(key, None) is not None:
-                del self._deliveries[key]
-                engine.cancel(key)
+        cancelled, self._cancelled = self._cancelled, []
+        for id in cancelled:
+            if self._running.pop(id, None) is not None:
+                del self._deliveries[id]
+                engine.cancel(id)
+        released, self._released = self._released, []
+        for conversation in released:
+            engine.release(conversation)
 
     def _submit(self, engine: GenerationEngine) -> None:
         for id, generate in self._waiting.items():
@@ -240,15 +255,22 @@ class Generator:
     Args:
         sampler: who answers.
         requests: the channel to it.
-        conversation: the key under which keys and values are kept between turns.
         seed: of the attempt; with a token's position it decides the token.
+        attempt_scope: what a failure of the sampler cancels, so that agent code never sees it.
+
+    Attributes:
+        failure: what the sampler could not do, if anything.
+        seconds: spent waiting for turns.
     """
 
-    def __init__(self, sampler: Sampler, requests: Sender[Generate], conversation: str, seed: int) -> None:
+    def __init__(self, sampler: Sampler, requests: Sender[Generate], seed: int, attempt_scope: trio.CancelScope) -> None:
         self._sampler = sampler
         self._requests = requests
-        self._conversation = conversation
+        # Attempts of training and evaluation share draws and members: only a number of its own is unique.
+        self._conversation = sampler.next_id()
         self._seed = seed
+        self._attempt_scope = attempt_scope
+        self.failure: SamplerError | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self.seconds = 0.0
 
@@ -272,6 +294,11 @@ class Generator:
             turn = await generate.reply.wait()
             self._digest.update(turn.tokens.tobytes())
             return turn
+        except SamplerError as error:
+            self.failure = error
+            self._attempt_scope.cancel()
+            await trio.lowlevel.checkpoint_if_cancelled()
+            raise
         finally:
             self.seconds += trio.current_time() - started
             if not generate.reply.answered:

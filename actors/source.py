@@ -85,8 +85,7 @@ class Source:
             task = self._tasks.task(draw)
             fresh = slot not in self._given
             if task is None:
-                self._pacer.seal(slot if fresh else None)
-                if not fresh:
+                if not self._pacer.seal(slot if fresh else None):
                     await voids.send(Void(slot, "end_of_data"))
                 continue
             if fresh:

@@ -259,8 +259,8 @@ class _Supervision:
         history = self._window.history
         first_cause = next((exited.error for exited in history if exited.error is not None), None)
         return RestartLimit(
-            f"supervisor {self._of.name!r} would restart {last.name!r} for the {len(history)}. time within "
-            f"{self._of.window:g} s, of which it may do {self._of.max_restarts} (max_restarts): it {_how(last)}. "
+            f"supervisor {self._of.name!r} would need {len(history)} restarts within {self._of.window:g} s, and "
+            f"max_restarts = {self._of.max_restarts}: {last.name!r} {_how(last)}. "
             f"First cause: {_brief(first_cause) if first_cause else 'none, every child returned'}. "
             "Mend that, or raise max_restarts.",
             history,

@@ -1,7 +1,9 @@
 """Where user code runs that is not async: threads that can be given up, counted and bounded."""
 
+import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -42,24 +44,33 @@ class Threads:
                 f"environment.max_abandoned_threads allows {self._max_abandoned}. A thread cannot be killed: give the "
                 "environment's calls a timeout of their own, or make them async"
             )
-        ended = left_behind = False
         token = trio.lowlevel.current_trio_token()
+        running = left_behind = given_up = False
+        change = threading.Lock()
 
         def run() -> Any:
-            nonlocal ended
+            nonlocal running
+            with change:
+                if given_up:
+                    return None
+                running = True
             try:
                 return function()
             finally:
-                ended = True
-                if left_behind:
-                    token.run_sync_soon(self._came_back)
+                with change:
+                    running = False
+                    if left_behind:
+                        with contextlib.suppress(trio.RunFinishedError):
+                            token.run_sync_soon(self._came_back)
 
         try:
             value = await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=self._limiter)
         except trio.Cancelled:
-            if not ended:
-                left_behind = True
-                self.abandoned += 1
+            with change:
+                given_up = True
+                if running:  # else it has just ended, or never began
+                    left_behind = True
+                    self.abandoned += 1
             raise
         return await value if inspect.isawaitable(value) else value
 

@@ -242,10 +242,10 @@ class Packer:
 
     def rest(self) -> Iterator[MicroBatch]:
         """Micro-batches of all that is left, the last one padded with empty rows."""
-        yield from self.full()
         rows, shape = self._rows()
-        if rows:
-            yield self._assemble(rows, shape)
+        size = self._config.micro_batch_size
+        for start in range(0, len(rows), size):
+            yield self._assemble(rows[start : start + size], shape)
         self._pending = []
 
     @staticmethod

@@ -238,7 +238,7 @@ class Engine:
         for bucket in self._buckets:
             for rows in self._row_counts:
                 self._prefill(np.zeros(rows, np.int32), np.zeros_like(nowhere[:rows]), nowhere[:rows], bucket)
-            self._copy_prefixes(np.zeros((3, self._slots.count), np.int32), 0, bucket)
+            self._copy_prefixes(np.zeros((2, self._slots.count), np.int32), 0, bucket)
             for variant in (False, True) if restricted else (False,):
                 self._decode(np.full_like(self._slots.control, self._length), bucket, variant)
 

@@ -74,7 +74,7 @@ def test_the_defaults_can_run():
         ({"reward": Reward(functions=("a:b",), weights=(float("inf"),))}, r"reward.weights\[0\] = inf"),
         ({"environment": {"restart_backoff": 20.0}}, "restart_backoff = 20.0 is more than .*max = 10.0"),
         ({"mesh": MeshConfig(data=3)}, "micro_batch_size = 4 is not a multiple of mesh.data x mesh.fsdp = 3 x 1 = 3"),
-        ({"train": {"max_steps": 0}}, "train.max_steps = 0, but it must be at least 1"),
+        ({"train": {"max_steps": -1}}, "train.max_steps = -1, but it must be at least 0"),
         ({"checkpoint": {"max_to_keep": 0}}, "checkpoint.max_to_keep = 0"),
     ],
 )

