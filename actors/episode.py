@@ -5,6 +5,7 @@ of the environment, a reward function, the sampler or the agent's own code costs
 the same slot with a seed of its own; after `max_attempts` it is `Lost`. Nothing that failed ever becomes a reward.
 """
 
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from trouper.actors.sampler import Generate, Generator, Sampler
 from trouper.actors.threads import Threads
 from trouper.channels import (
     Attempt,
+    EnvironmentFailure,
     Episode,
     EpisodeStatus,
     HopelessRun,
@@ -33,8 +35,10 @@ from trouper.channels import (
     SamplerError,
     Sampling,
     Sender,
+    TrouperError,
 )
 from trouper.envs import Agent, Chat, Conversation, ConversationOver, Rewards
+from trouper.envs.rewards import checked_reward
 
 BREAKER_WINDOW = 256
 """Attempts over which the share of lost ones is taken."""
@@ -139,6 +143,7 @@ class EpisodeSlots:
         self._note = note
         self._threads = Threads(2 * concurrency, deadlines.max_abandoned_threads, deadlines.isolation)
         self._environments: list[EnvironmentActor] = []
+        self._explained: set[tuple[str, str, int | None] | None] = set()
         self.breaker = breaker
         self.busy = 0
 
@@ -176,7 +181,6 @@ class EpisodeSlots:
                 self.breaker.survived()
                 return outcome
             self.breaker.lose(outcome.kind, outcome.cause)
-            self._note(f"attempt {attempt.id} of task {attempt.task.id!r} was lost: {outcome.kind}: {outcome.cause}")
             if attempt.tries + 1 >= self._rules.max_attempts:
                 return outcome
             attempt = msgspec.structs.replace(attempt, tries=attempt.tries + 1)
@@ -196,15 +200,26 @@ class EpisodeSlots:
             except* Exception as group:  # agents, rewards and samplers may raise anything: the attempt is lost
                 error = first_leaf(group)
         generator.close()
-        failure = world.failure or generator.failure
-        if failure is not None:
-            return Lost(attempt, _kind(failure), str(failure))
+        error = world.failure or generator.failure or error
         if error is not None:
-            return Lost(attempt, _kind(error), f"{type(error).__name__}: {error}")
+            return self._lost(attempt, error)
         if episode is None:
             limit = f"rollout.episode_timeout = {self._rules.episode_timeout:g} s"
-            return Lost(attempt, "episode_timeout", f"the attempt took longer than {limit}")
+            return self._lost(attempt, EnvironmentFailure("episode_timeout", f"the attempt took longer than {limit}"))
         return episode
+
+    def _lost(self, attempt: Attempt, error: BaseException) -> Lost:
+        cause = str(error) if isinstance(error, TrouperError) else f"{type(error).__name__}: {error}"
+        lost = Lost(attempt, _kind(error), cause)
+        self._note(f"attempt {attempt.id} of task {attempt.task.id!r} was lost: {lost.kind}: {cause}")
+        while error.__cause__ is not None:
+            error = error.__cause__
+        frames = traceback.extract_tb(error.__traceback__)
+        place = (type(error).__name__, frames[-1].filename, frames[-1].lineno) if frames else None
+        if not isinstance(error, TrouperError) and place not in self._explained:
+            self._explained.add(place)  # whoever wrote that code wants to see this, but only once
+            self._note("".join(traceback.format_exception(error)).rstrip())
+        return lost
 
     async def _episode(
         self, attempt: Attempt, world: EnvironmentActor, generator: Generator, started: float
@@ -235,12 +250,13 @@ class EpisodeSlots:
             status = "truncated"
         metrics = {**world.metrics, **talk.metrics}
         metrics.update({f"rewards/{name}": value for name, value in judged.parts.items() if value is not None})
+        # A function that cannot judge leaves the episode without a reward: what the others gave is not the whole.
+        judgeless = None in (score, *judged.parts.values())
         now = trio.current_time()
         return Episode(
             attempt=attempt,
             rows=talk.rows(),
-            # A function that cannot judge leaves the episode without a reward: what the others gave is not the whole.
-            reward=None if None in (score, *judged.parts.values()) else sum(parts),
+            reward=None if judgeless else checked_reward("the sum of all rewards", sum(parts)),
             status=status,
             turns=talk.turns,
             messages=talk.messages,

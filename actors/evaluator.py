@@ -101,7 +101,8 @@ class Evaluator:
                 metrics[f"{prefix}/pass@{evaluation.samples}"] = statistics.fmean(any(e) for e in passed.values())
         if rewards := [episode.reward for episode in episodes if episode.reward is not None]:
             metrics[f"{prefix}/reward"] = statistics.fmean(rewards)
-        if versions := [row.versions[row.loss_mask] for episode in episodes for row in episode.rows]:
-            metrics[f"{prefix}/oldest_weights"] = float(min(each.min() for each in versions))
-            metrics[f"{prefix}/newest_weights"] = float(max(each.max() for each in versions))
+        rows = [row for episode in episodes for row in episode.rows]
+        if versions := [version for row in rows for version in row.versions[row.loss_mask].tolist()]:
+            metrics[f"{prefix}/oldest_weights"] = float(min(versions))
+            metrics[f"{prefix}/newest_weights"] = float(max(versions))
         self._recorder.record(step, metrics)

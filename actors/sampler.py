@@ -263,7 +263,9 @@ class Generator:
         seconds: spent waiting for turns.
     """
 
-    def __init__(self, sampler: Sampler, requests: Sender[Generate], seed: int, attempt_scope: trio.CancelScope) -> None:
+    def __init__(
+        self, sampler: Sampler, requests: Sender[Generate], seed: int, attempt_scope: trio.CancelScope
+    ) -> None:
         self._sampler = sampler
         self._requests = requests
         # Attempts of training and evaluation share draws and members: only a number of its own is unique.

@@ -6,12 +6,13 @@ The graph is an ordinary one; a graph of your own may use the same actors. Knows
 `trouper.actors.launch` loads what goes in.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct
 
-from trouper.actors.accelerator import DeviceThread
+from trouper.actors.accelerator import Accelerator, DeviceThread
 from trouper.actors.barrier import Barrier
 from trouper.actors.child import NEVER, ON_ERROR
 from trouper.actors.config import RunConfig
@@ -62,6 +63,7 @@ class StandardRun:
         weights: the first ones.
         resumed: the newest checkpoint's JSON item, if there is one.
         wire: puts the actors into a graph; `standard_graph` when None.
+        make_accelerator: makes what runs the calls of the named part; a simulation gives its own.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class StandardRun:
         weights: Weights,
         resumed: CheckpointMeta | None = None,
         wire: "Callable[[StandardRun], Graph] | None" = None,
+        make_accelerator: Callable[[str], Accelerator] = DeviceThread,
     ) -> None:
         self.config = config
         self._world = world
@@ -91,13 +94,13 @@ class StandardRun:
         )
         if resumed:
             self.pacer.restore({open_.slot: open_.redraws for open_ in resumed.source.open})
-        self.sampler_thread = DeviceThread("sampler")
-        self.trainer_thread = DeviceThread("trainer")
+        self.sampler_device = make_accelerator("sampler")
+        self.trainer_device = make_accelerator("trainer")
         self.breaker = Breaker(rollout.max_consecutive_lost, rollout.max_lost_fraction)
         self.sampler = Sampler(
             make_engine,
             weights,
-            self.sampler_thread,
+            self.sampler_device,
             max_waiting=2 * config.engine.slots,
             mode=sync.mode,
             kv=sync.kv,
@@ -124,14 +127,13 @@ class StandardRun:
         self.trainer = Trainer(
             learner,
             publish,
-            self.trainer_thread,
+            self.trainer_device,
             self.pacer,
             self.source,
             checkpoints,
             recorder,
             gauges=self._gauges,
-            life=weights.life,
-            step=weights.step,
+            weights=weights,
             weight_sync_steps=sync.weight_sync_steps,
             save_interval_steps=config.checkpoint.save_interval_steps,
             mask_truncated=rollout.mask_truncated,
@@ -166,8 +168,8 @@ class StandardRun:
         )
 
     def _evaluation_slots(self) -> EpisodeSlots:
-        evaluation, sampling, rollout = self.config.evaluation, self.config.sampling, self.config.rollout
-        breaker = Breaker(rollout.max_consecutive_lost, rollout.max_lost_fraction)
+        evaluation, sampling = self.config.evaluation, self.config.sampling
+        breaker = Breaker(sys.maxsize, 1.0)  # an evaluation that loses everything says so, and training goes on
         return self._slots(evaluation.max_concurrency, evaluation.temperature, sampling.top_p, sampling.top_k, breaker)
 
     def _make_evaluator(self) -> Evaluator:
@@ -184,7 +186,7 @@ class StandardRun:
     def _gauges(self) -> Mapping[str, float]:
         """What the other actors can tell about the time since the last call."""
         totals = {
-            "time/gen": self.sampler_thread.busy_seconds,
+            "time/gen": self.sampler_device.busy_seconds,
             "time/weight_sync": self.barrier.seconds,
             "sampler/tokens": float(self.sampler.sampled_tokens),
             "supervisor/restarts": float(self.graph.restarts),

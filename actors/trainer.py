@@ -70,8 +70,7 @@ class Trainer:
         checkpoints: where to save.
         recorder: takes the metrics.
         gauges: numbers of the other actors, read once per step.
-        life: which life of the learner this is.
-        step: steps of the training order that are done already.
+        weights: what the samplers begin with; its step number says how many steps are done already.
         weight_sync_steps: steps between two publications.
         save_interval_steps: steps between two saves; 0 saves only at the end.
         mask_truncated: train nothing on episodes that were cut short.
@@ -90,15 +89,14 @@ class Trainer:
         recorder: Recorder,
         *,
         gauges: Callable[[], Mapping[str, float]],
-        life: int,
-        step: int,
+        weights: Weights,
         weight_sync_steps: int,
         save_interval_steps: int,
         mask_truncated: bool,
         drop_last: bool,
         max_empty_steps: int,
     ) -> None:
-        self.step = step
+        self.step = weights.step
         self._learner = learner
         self._copy = publish
         self._accelerator = accelerator
@@ -107,17 +105,19 @@ class Trainer:
         self._checkpoints = checkpoints
         self._recorder = recorder
         self._gauges = gauges
-        self._life = life
+        self._life = weights.life
         self._weight_sync_steps = weight_sync_steps
         self._save_interval_steps = save_interval_steps
         self._mask_truncated = mask_truncated
         self._drop_last = drop_last
         self._max_empty_steps = max_empty_steps
-        self._saved = step
+        self._saved = self._published = weights.step
+        # A copy of the present parameters, if there is one: steps without training publish it again.
+        self._copied: tuple[Any, int] | None = (weights.params, weights.checksum)
         self._empty_steps = 0
-        self._published: tuple[Any, int] | None = None
         self._interruptible = trio.CancelScope()
         self._stop = trio.Event()
+        self._added = False
         self._step_started = 0.0
         self._seconds: dict[str, float] = {}
 
@@ -138,7 +138,7 @@ class Trainer:
             await self._train(inbox, outbox)
             nursery.cancel_scope.cancel()
         if self.step > self._saved:
-            await self._accelerator.run(self._save)
+            await self._save()
         await self._accelerator.run(self._checkpoints.wait)
 
     async def _watch(self) -> None:
@@ -160,19 +160,22 @@ class Trainer:
                 try:
                     group: Group | None = await self._unless_stopped(inbox.receive)
                 except trio.EndOfChannel:
-                    if hand and not self._drop_last:
-                        await self._finish_step(hand, outbox)
-                    return
+                    break
             if group is None:
                 return
             hand.append(group)
             trained = self._trained(group)
             if trained.episodes:
+                self._added = True
                 with self._timed("train"):
                     await self._accelerator.run(self._learner.add, [trained])
             if len(hand) == self._pacer.size(self.step) and not self._is_short(hand):
                 await self._finish_step(hand, outbox)
                 hand = []
+        if hand and not self._drop_last and not self._stop.is_set():
+            await self._finish_step(hand, outbox)
+        if self.step > self._published:  # the last weights are evaluated, whatever weight_sync_steps is
+            await self._publish(outbox)
 
     def _is_short(self, hand: list[Group]) -> bool:
         return self._drop_last and len(hand) < self._pacer.groups_per_step
@@ -192,12 +195,11 @@ class Trainer:
 
     async def _finish_step(self, hand: list[Group], outbox: Sender[Weights]) -> None:
         metrics = step_metrics(hand, self.step)
-        trained = any(group.episodes for group in hand)
-        if trained:
+        if self._added:
             with self._timed("train"):
                 metrics |= await self._accelerator.run(self._learner.update)
             self._empty_steps = 0
-            self._published = None
+            self._copied = None
         else:
             self._count_empty(hand)
         self.step += 1
@@ -206,7 +208,7 @@ class Trainer:
                 await self._publish(outbox)
         if self._save_interval_steps and self.step % self._save_interval_steps == 0:
             with self._timed("checkpoint"):
-                await self._accelerator.run(self._save)
+                await self._save()
         now = trio.current_time()
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics |= {"time/step": now - self._step_started, **self._gauges()}
@@ -218,27 +220,32 @@ class Trainer:
     def _count_empty(self, hand: list[Group]) -> None:
         self._empty_steps += 1
         if self._empty_steps >= self._max_empty_steps:
-            reasons = ", ".join(sorted({str(group.void) for group in hand}))
+            reasons = ", ".join(sorted({group.void or "every episode was cut short" for group in hand}))
             raise HopelessRun(
                 f"{self._empty_steps} steps in a row had nothing to learn from ({reasons}); train.max_empty_steps "
                 "allows no more. The log names what was lost and why"
             )
 
     async def _publish(self, outbox: Sender[Weights]) -> None:
-        if self._published is None:
-            self._published = await self._accelerator.run(self._copy)
-        params, checksum = self._published
+        if self._copied is None:
+            self._copied = await self._accelerator.run(self._copy)
+        params, checksum = self._copied
+        self._published = self.step
         weights = Weights(life=self._life, step=self.step, params=params, checksum=checksum)
         await self._unless_stopped(lambda: outbox.send(weights))
 
-    def _save(self) -> None:
+    async def _save(self) -> None:
+        # The source is asked here, in its own thread: it goes on while the device thread writes.
         source = self._source.position(self.step * self._pacer.groups_per_step)
-        meta = CheckpointMeta(step=self.step, life=self._life, source=source)
-        self._checkpoints.save(self.step, self._learner.state_tree(), msgspec.to_builtins(meta))
+        await self._accelerator.run(self._write, CheckpointMeta(step=self.step, life=self._life, source=source))
         self._saved = self.step
+
+    def _write(self, meta: CheckpointMeta) -> None:
+        self._checkpoints.save(meta.step, self._learner.state_tree(), msgspec.to_builtins(meta))
 
     def _begin_step(self) -> None:
         self._step_started = trio.current_time()
+        self._added = False
         self._seconds = {}
 
     def _timed(self, name: str) -> "_Timer":

@@ -196,7 +196,8 @@ class Decoder(nnx.Module):
         dtype: what matrices are multiplied in.
         param_dtype: what parameters are stored in.
         remat: recompute each block in the backward pass: less memory, one more forward pass.
-        rngs: for the initial parameters (normal, `config.initializer_range` wide; output projections scaled by 1/sqrt(2 L)).
+        rngs: for the initial parameters: normal, `config.initializer_range` wide, output projections scaled by
+            1/sqrt(2 L).
     """
 
     def __init__(

@@ -28,6 +28,7 @@ _QWEN: _Json = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "max_position_embeddings": 32_768,
+    "initializer_range": 0.02,
 }
 _DEFAULTS: dict[str, _Json] = {
     "llama": {
@@ -41,6 +42,7 @@ _DEFAULTS: dict[str, _Json] = {
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
     },
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128},
@@ -70,7 +72,7 @@ _HARMLESS = frozenset((
     "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cross_attention_hidden_size",
     "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
     "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder", "is_llama_config",
+    "forced_bos_token_id", "forced_eos_token_id", "id2label", "is_decoder", "is_llama_config",
     "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "min_length", "model_type",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
     "output_hidden_states", "output_scores", "pad_token_id", "prefix", "problem_type", "remove_invalid_values",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trouper.channels import NumericsError, Sampling, SamplerError, Turn
+from trouper.channels import NumericsError, SamplerError, Sampling, Turn
 from trouper.learner.decoder import Decoder
 from trouper.learner.engine import Engine, Request
 from trouper.learner.model_config import ModelConfig

@@ -132,6 +132,7 @@ def test_llama_with_scaled_rotary_frequencies():
 def test_smollm2_has_heads_of_hidden_size_over_heads():
     config = ModelConfig.from_hf(SMOLLM2)
     assert (config.head_dim, config.rope_theta, config.rope_scaling) == (64, 100_000.0, None)
+    assert config.initializer_range == SMOLLM2["initializer_range"]
 
 
 def test_qwen2_always_has_biases_on_queries_keys_and_values():

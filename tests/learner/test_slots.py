@@ -260,6 +260,31 @@ def test_kept_keys_are_continued_by_their_own_conversation_alone() -> None:
     assert {cell[1] for cell in device.cells[device.slots.slot_of(1) or 0][:20] if cell} == {1}
 
 
+def test_who_waits_for_a_prefix_does_not_take_it_from_older_weights() -> None:
+    device = Device(2, 64, rows=(1,), width=4)
+    for member in range(2):
+        device.submit(member, member, range(30))
+    device.step()
+    device.version = (0, 1)
+    device.slots.keep(device.version)
+    device.finish()
+    assert [device.turns[member].kv_version for member in range(2)] == [0, 1]
+
+
+def test_a_conversation_that_copies_newer_keys_over_its_own_has_newer_keys() -> None:
+    device = Device(2, 64)
+    device.submit(0, 0, [*range(4), 30])
+    device.finish()
+    device.version = (0, 1)
+    device.slots.keep(device.version)
+    device.submit(1, 1, range(30))
+    device.finish()
+    device.submit(2, 0, range(29))
+    device.finish()
+    assert device.slots.reused == 28
+    assert device.turns[2].kv_version == 1
+
+
 def test_recompute_drops_idle_conversations_and_fills_running_ones_again() -> None:
     device = Device(3, 64)
     device.submit(0, 0, range(10))

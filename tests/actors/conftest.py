@@ -1,0 +1,260 @@
+"""A whole standard run on a simulated device, and the pieces to build parts of one."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+
+from trouper.actors.config import RunConfig
+from trouper.actors.config_file import parse_config
+from trouper.actors.metrics import Recorder, read_metrics
+from trouper.actors.run_directory import RunDirectory
+from trouper.actors.simulation import MemoryCheckpoints, SimulatedAccelerator, SimulatedEngine, SimulatedLearner
+from trouper.actors.standard import StandardRun, World
+from trouper.actors.trainer import CheckpointMeta
+from trouper.channels import Attempt, Episode, Group, Message, Row, Task
+from trouper.envs import PlainChat, Rewards, StepResult, model_agent
+
+ALPHABET = "abcdefghijklmno;"
+
+
+class Screen:
+    """Keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def step(self, step: int, elapsed: float, metrics: Any) -> None:
+        pass
+
+    def update(self, elapsed: float, metrics: Any) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def close(self, summary: str) -> None:
+        pass
+
+
+class Record(Recorder):
+    """Keeps the groups of every step, void ones too."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.groups: list[tuple[int, Group]] = []
+
+    def episodes(self, step: int, group: Group) -> None:
+        super().episodes(step, group)
+        self.groups.append((step - 1, group))
+
+
+class Letters:
+    """Three steps of a second each; the score is a function of what the model said."""
+
+    steps = 3
+
+    async def reset(self, task: Task) -> str:
+        self.said = ""
+        self.left = self.steps
+        return "a"
+
+    async def step(self, action: str) -> StepResult:
+        await trio.sleep(1.0)
+        self.said += action
+        self.left -= 1
+        return StepResult("b", done=self.left == 0)
+
+    def reward(self) -> float:
+        return sum(map(ord, self.said)) % 7 / 7
+
+
+class Stream:
+    """Numbered tasks, `count` of them."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count
+
+    def task(self, draw: int) -> Task | None:
+        return Task(str(draw), {"draw": draw}) if self.count is None or draw < self.count else None
+
+
+def configured(**sections: dict[str, Any]) -> RunConfig:
+    """A small run: 4 steps of 2 groups of 2; keyword arguments are sections."""
+    small = {
+        "model": {"source": "simulated"},
+        "tasks": {"source": "tests:tasks"},
+        "chat": {"format": "plain", "alphabet": ALPHABET, "stop": ";"},
+        "environment": {"isolation": "inline"},
+        "sampling": {"max_response_tokens": 6, "max_turns": 4, "max_prompt_tokens": 4, "max_context_tokens": 64},
+        "engine": {"slots": 4},
+        "rollout": {"num_generations": 2, "max_concurrency": 8},
+        "train": {"max_steps": 4, "groups_per_step": 2},
+        "checkpoint": {"save_interval_steps": 2},
+    }
+    for name, keys in sections.items():
+        small[name] = {**small.get(name, {}), **keys}
+    return parse_config(small)
+
+
+@dataclass
+class Play:
+    """One life of a run on a simulated device, and what came of it."""
+
+    config: RunConfig
+    directory: Path
+    tasks: Any = field(default_factory=Stream)
+    held_out: Any = None
+    environment: Callable[[], Any] = Letters
+    agent: Any = model_agent
+    rewards: Rewards = field(default_factory=lambda: Rewards({}, ()))
+    engine: Callable[..., Any] = SimulatedEngine
+    learner: SimulatedLearner = field(default_factory=SimulatedLearner)
+    checkpoints: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
+    accelerator: Callable[[str], Any] = SimulatedAccelerator
+    life: int = 1
+    stop_at: float | None = None
+    screen: Screen = field(default_factory=Screen)
+    run: Any = None
+    groups: list[tuple[int, Group]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    async def __call__(self) -> "Play":
+        """Play it to its end, in virtual time."""
+        directory = RunDirectory(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        latest, resumed = self.checkpoints.latest(), None
+        if latest is not None:
+            tree, meta = self.checkpoints.restore(latest)
+            self.learner.load_state_tree(tree)
+            resumed = msgspec.convert(meta, CheckpointMeta)
+        with Record(directory, self.life, self.screen) as recorder:
+            self.groups = recorder.groups
+            world = World(
+                chat=PlainChat(ALPHABET, ";"),
+                tasks=self.tasks,
+                held_out=self.held_out,
+                make_environment=self.environment,
+                agent=self.agent,
+                rewards=self.rewards,
+            )
+            self.run = StandardRun(
+                self.config,
+                world,
+                self.learner,
+                self.learner.publish,
+                partial(self.engine, slots=self.config.engine.slots, chunk=self.config.engine.chunk, length=64),
+                recorder,
+                self.checkpoints,
+                self.learner.weights(life=self.life, step=latest or 0),
+                resumed,
+                make_accelerator=self.accelerator,
+            )
+            started = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                if self.stop_at is not None:
+                    nursery.start_soon(self._stop, self.stop_at)
+                try:
+                    await self.run.graph.run()
+                finally:
+                    nursery.cancel_scope.cancel()
+            self.seconds = trio.current_time() - started
+        return self
+
+    async def _stop(self, at: float) -> None:
+        await trio.sleep(at)
+        self.run.graph.stop()
+
+    @property
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """What was recorded, by step."""
+        return read_metrics(self.directory / "metrics.jsonl")
+
+    def total(self, name: str) -> float:
+        """The sum of a metric over the steps."""
+        return sum(record.get(name, 0.0) for record in self.metrics.values())
+
+    @property
+    def draws(self) -> list[tuple[int, int, int]]:
+        """(step, slot, draw) of every group, in the order of training."""
+        return [(step, group.slot, group.draw) for step, group in self.groups]
+
+    @property
+    def log(self) -> list[Any]:
+        """Everything that can be seen from outside, with times."""
+        rows = [
+            (step, group.slot, episode.attempt.id, row.tokens.tolist(), row.versions.tolist(), episode.reward)
+            for step, group in self.groups
+            for episode in group.episodes
+            for row in episode.rows
+        ]
+        return [rows, self.screen.notes, (self.directory / "metrics.jsonl").read_text(), self.seconds]
+
+
+@pytest.fixture
+def configure() -> Callable[..., RunConfig]:
+    """Makes the configuration of a small run; keyword arguments are sections."""
+    return configured
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[..., Play]:
+    """Makes a run on a simulated device: `await play(environment=..., rollout={...})()`."""
+    made = 0
+
+    def make(*, resume: Play | None = None, **given: Any) -> Play:
+        nonlocal made
+        made += 1
+        own = {name: given.pop(name) for name in list(given) if name in Play.__dataclass_fields__}
+        directory = tmp_path / str(made)
+        if resume is not None:
+            own = {"checkpoints": resume.checkpoints, "life": resume.life + 1, **own}
+            directory = resume.directory
+        own.setdefault("config", configured(**given))
+        return Play(directory=directory, **own)
+
+    return make
+
+
+@pytest.fixture
+def letters() -> type[Letters]:
+    """The small environment."""
+    return Letters
+
+
+@pytest.fixture
+def stream() -> type[Stream]:
+    """The stream of numbered tasks."""
+    return Stream
+
+
+@pytest.fixture
+def episode() -> Callable[..., Episode]:
+    """Makes a finished member of a slot."""
+
+    def make(slot: int, member: int, reward: float | None, *, draw: int | None = None, **given: Any) -> Episode:
+        attempt = Attempt(slot, slot if draw is None else draw, member, 0, 0, Task(str(slot)))
+        row = Row(
+            tokens=np.array([1, 2], np.int32),
+            loss_mask=np.array([False, True]),
+            logprobs=np.array([0.0, -1.0], np.float32),
+            versions=np.array([-1, 0], np.int32),
+        )
+        given = {"rows": (row,), "status": "done", "turns": 1, "messages": (Message("user", "a"),), **given}
+        return Episode(attempt=attempt, reward=reward, **given)
+
+    return make
+
+
+def shuffled(items: Iterable[Any], seed: int) -> list[Any]:
+    """In a seeded order."""
+    order = list(items)
+    Random(seed).shuffle(order)
+    return order
