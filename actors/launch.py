@@ -1,8 +1,11 @@
 """From a configuration to a run: loads what it names, builds the standard run, attends it to its end, and saves."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,7 +257,21 @@ def launch(
     Raises:
         TrouperError: the run could not start, or failed.
     """
-    return trio.run(partial(run, config, run_dir=run_dir, resume=resume, world=world, wire=wire, screen=screen))
+    with _exit_on_sigterm():
+        return trio.run(partial(run, config, run_dir=run_dir, resume=resume, world=world, wire=wire, screen=screen))
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """While a model loads and the graph does not listen yet, SIGTERM ends the process as SIGINT does: cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(STOPPED + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def run(
