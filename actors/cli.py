@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser(
         "convert", help="turn a .gguf file into a Hugging Face folder", description="Make a Hugging Face folder."
     )
-    convert.add_argument("source", type=Path, help="a .gguf file")
+    convert.add_argument("source", help="a .gguf file, by path or as package://PACKAGE/FILE.gguf")
     convert.add_argument("folder", type=Path, help="the folder to make")
     convert.set_defaults(command=_convert)
 
@@ -118,9 +118,13 @@ def _graph(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from trouper.learner import gguf
+    from trouper.learner.gguf import convert
+    from trouper.learner.source import gguf_file
 
-    gguf.convert(arguments.source, arguments.folder)
+    file = gguf_file(arguments.source)
+    if file is None:
+        raise ConfigError(f"{arguments.source!r} is no .gguf file; give its path or package://PACKAGE/FILE.gguf")
+    convert(file, arguments.folder)
     print(f"{arguments.folder} is ready: set model.source to it")
     return 0
 
@@ -154,12 +158,11 @@ def _look_up(config: "RunConfig") -> None:
 def _shape(config: "RunConfig") -> "ModelConfig | None":
     """The model's shape, where it is known without loading or fetching anything."""
     from trouper.actors.plan import scratch_model
-    from trouper.learner.weights import read_config
+    from trouper.learner.source import model_shape
 
     if config.model.scratch is not None:
         return scratch_model(config, len(config.chat.alphabet)) if config.chat.alphabet else None
-    folder = Path(config.model.source or "")
-    return read_config(folder) if (folder / "config.json").is_file() else None
+    return None if config.model.source is None else model_shape(config.model.source)
 
 
 # Errors

@@ -105,6 +105,15 @@ def convert(source: Path, folder: Path, *, dtype: DTypeLike = "bfloat16") -> Non
         write_arrays(new / "model.safetensors", shapes, dtype, read)
 
 
+def read_shape(source: Path) -> ModelConfig:
+    """The shape of the model in a `.gguf` file, from its metadata alone.
+
+    Raises:
+        ModelError: as for `convert`.
+    """
+    return _config(source, *_read(source))
+
+
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Metadata by key and memory-mapped tensors by name."""
     try:

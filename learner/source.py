@@ -21,7 +21,9 @@ from huggingface_hub.errors import (
 )
 
 from trouper.channels import ModelError
-from trouper.learner.gguf import convert
+from trouper.learner.gguf import convert, read_shape
+from trouper.learner.model_config import ModelConfig
+from trouper.learner.weights import read_config
 
 _PACKAGE = "package://"
 # Grows when a conversion would come out differently, so that old folders in the cache are left alone.
@@ -45,23 +47,45 @@ def resolve_model(source: str, *, cache_dir: Path | None = None) -> Path:
     Raises:
         ModelError: nothing is there, it cannot be converted, or the hub did not give it; with what to do.
     """
-    if source.startswith(_PACKAGE):
-        return _converted(_file_in_package(source), cache_dir)
+    file = gguf_file(source)
+    if file is not None:
+        return _converted(file, cache_dir)
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json; give a model folder in Hugging Face format")
         return path
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"{path} is not there")
-        return _converted(path, cache_dir)
     if path.exists() or not _HUB_ID.fullmatch(source):
         raise ModelError(
             f"model {source!r} is no folder, no .gguf file and no hub id; give a path, package://<package>/<file>.gguf "
             "or <owner>/<name>"
         )
     return _from_hub(source)
+
+
+def gguf_file(source: str) -> Path | None:
+    """The `.gguf` file that `source` names, by path or inside a package; None when it names something else.
+
+    Raises:
+        ModelError: it names one that is not there.
+    """
+    if source.startswith(_PACKAGE):
+        return _file_in_package(source)
+    path = Path(source).expanduser()
+    if path.suffix != ".gguf" or path.is_dir():
+        return None
+    if not path.is_file():
+        raise ModelError(f"{path} is not there")
+    return path
+
+
+def model_shape(source: str) -> ModelConfig | None:
+    """The shape of the model that `source` names; None for one that would have to be fetched first."""
+    file = gguf_file(source)
+    if file is not None:
+        return read_shape(file)
+    folder = Path(source).expanduser()
+    return read_config(folder) if (folder / "config.json").is_file() else None
 
 
 def _file_in_package(source: str) -> Path:
