@@ -154,9 +154,12 @@ class EpisodeSlots:
 
     async def run(self, inbox: Receiver[Attempt], outbox: Sender[Outcome], requests: Sender[Generate]) -> None:
         """Play every attempt that comes."""
-        async with trio.open_nursery() as nursery:
-            for index in range(self._concurrency):
-                nursery.start_soon(self._slot, index, inbox, outbox, requests)
+        try:
+            async with trio.open_nursery() as nursery:
+                for index in range(self._concurrency):
+                    nursery.start_soon(self._slot, index, inbox, outbox, requests)
+        except* RunError as failures:  # several slots may find out at the same moment: the first speaks for all
+            raise first_leaf(failures) from None
 
     async def _slot(
         self, index: int, inbox: Receiver[Attempt], outbox: Sender[Outcome], requests: Sender[Generate]

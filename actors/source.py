@@ -69,10 +69,14 @@ class Source:
         self._again = dict(self._given)
         self._order: list[int] = sorted(self._given)
 
+    def forget(self, first_slot: int) -> None:
+        """The slots before this one are trained."""
+        while self._order and self._order[0] < first_slot:
+            del self._given[heapq.heappop(self._order)]
+
     def position(self, first_slot: int) -> SourcePosition:
         """What a checkpoint of the step that begins with `first_slot` has to keep."""
-        while self._order and self._order[0] < first_slot:
-            self._given.pop(heapq.heappop(self._order), None)
+        self.forget(first_slot)
         return SourcePosition(
             next_draw=self._next_draw,
             open=tuple(SlotDraw(slot, draw, self._pacer.redraws(slot)) for slot, draw in sorted(self._given.items())),

@@ -48,14 +48,14 @@ class Threads:
         running = left_behind = given_up = False
         change = threading.Lock()
 
-        def run() -> Any:
+        def run() -> tuple[Any]:  # boxed: Trio lets no thread return a coroutine
             nonlocal running
             with change:
                 if given_up:
-                    return None
+                    return (None,)
                 running = True
             try:
-                return function()
+                return (function(),)
             finally:
                 with change:
                     running = False
@@ -64,7 +64,7 @@ class Threads:
                             token.run_sync_soon(self._came_back)
 
         try:
-            value = await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=self._limiter)
+            (value,) = await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=self._limiter)
         except trio.Cancelled:
             with change:
                 given_up = True

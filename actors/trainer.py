@@ -203,6 +203,7 @@ class Trainer:
         else:
             self._count_empty(hand)
         self.step += 1
+        self._source.forget(self.step * self._pacer.groups_per_step)
         if self.step % self._weight_sync_steps == 0:
             with self._timed("publish"):
                 await self._publish(outbox)

@@ -37,7 +37,9 @@ class Checkpoints:
             max_to_keep=max_to_keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         try:
-            self._orbax = ocp.CheckpointManager(self.folder, options=options, item_names=(_ARRAYS, _META))
+            # Handlers by name: without them a reopened folder's metadata cannot be read before its arrays.
+            handlers = {_ARRAYS: ocp.StandardCheckpointHandler(), _META: ocp.JsonCheckpointHandler()}
+            self._orbax = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint folder {self.folder} cannot be used ({error}); name a folder that can be written"

@@ -132,11 +132,15 @@ class Attention(nnx.Module):
             mask: bool [B, T, C], true where a query may look.
         """
         c = self.config
-        batch, length = q.shape[:2]
-        grouped = q.reshape(batch, length, c.num_key_value_heads, -1, c.head_dim) * c.head_dim**-0.5
-        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, k.astype(q.dtype)).astype(jnp.float32)
-        weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), -1).astype(q.dtype)
-        mixed = jnp.einsum("bkgts,bksd->btkgd", weights, v.astype(q.dtype))
+        batch, length, seen = *q.shape[:2], k.shape[2]
+        grouped = (q * c.head_dim**-0.5).reshape(batch, length, c.num_key_value_heads, -1, c.head_dim).swapaxes(1, 2)
+        # The queries of a key-value head as rows of one matrix: with T = 1 XLA's CPU backend takes half the time for
+        # one batched product that it takes for a contraction over five axes.
+        rows = grouped.reshape(batch, c.num_key_value_heads, -1, c.head_dim)
+        scores = jnp.einsum("bkmd,bksd->bkms", rows, k.astype(q.dtype)).astype(jnp.float32)
+        scores = jnp.where(mask[:, None, :, None], scores.reshape(*grouped.shape[:-1], seen), _MASKED)
+        weights = jax.nn.softmax(scores, -1).astype(q.dtype).reshape(*rows.shape[:-1], seen)
+        mixed = jnp.einsum("bkms,bksd->bkmd", weights, v.astype(q.dtype)).reshape(grouped.shape).swapaxes(1, 2)
         return self.o_proj(mixed.reshape(batch, length, -1))
 
 

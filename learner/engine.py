@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
@@ -93,7 +94,7 @@ class Engine:
         self._buckets = (*(bucket for bucket in kv_buckets if bucket < length), length)
         graph, state = nnx.split(decoder)
         leaves, structure = jax.tree.flatten(state)
-        self._params = _committed(leaves)
+        self._params = _placed(leaves, [leaf.sharding for leaf in leaves])
         placement = cache_placement(self._params[0].sharding)
         self._calls = compile_for(graph, structure, placement, chunk, vocab_limit)
         self._cache: Cache = jax.device_put(make_cache(decoder.config, slots, length, jnp.dtype(kv_dtype)), placement)
@@ -205,7 +206,7 @@ class Engine:
         """Sample under other weights from now on. Nothing cached under older ones is ever shared by conversations.
 
         Args:
-            params: the `nnx.State` of such a decoder, or its leaves; used as they are, not copied.
+            params: the `nnx.State` of such a decoder, or its leaves; copied only if they lie on other devices.
             version: (life, step) of the parameters.
             kv: `keep`: running generations and resident conversations go on with what is cached (`Turn.kv_version`
                 says how old it is). `recompute`: the contexts of running generations are prefilled again before they
@@ -222,7 +223,7 @@ class Engine:
                 f"weights {version} lie before {self.version}; (life, step) must grow: begin a new life to go back"
             )
         grown = version > self.version and version[0] == self.version[0]
-        self._params, self.version = _committed(leaves), version
+        self._params, self.version = _placed(leaves, [leaf.sharding for leaf in self._params]), version
         if kv == "keep" and grown:
             self._slots.keep(version)
         else:
@@ -304,9 +305,9 @@ def _is_restricted(request: Request) -> bool:
     return request.sampling.top_p < 1 or request.sampling.top_k > 0
 
 
-def _committed(leaves: list[jax.Array]) -> list[jax.Array]:
-    """The same buffers, tied to their devices: whether arrays are tied is part of what a call is compiled for."""
-    return [jax.device_put(leaf, leaf.sharding) for leaf in leaves]
+def _placed(leaves: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
+    """The same buffers where they lie right already, and tied to their devices: calls are compiled for that."""
+    return [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
 
 
 def _check_fit(given: list[Any], present: list[jax.Array]) -> None:

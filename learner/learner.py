@@ -3,6 +3,7 @@
 It owns parameters and optimizer state. Every call belongs on the one thread that drives its devices.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
 from trouper.channels import CheckpointError, ConfigError, Group, NumericsError
@@ -20,6 +22,22 @@ from trouper.learner.loss import LossConfig, denominator, token_weight
 from trouper.learner.mesh import MeshConfig, make_mesh
 from trouper.learner.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from trouper.learner.step import Step, StepReport
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _fresh(arrays: Sequence[ArrayLike], dtype: np.dtype[Any] | None) -> list[jax.Array]:
+    return [jnp.array(a, dtype, copy=True) for a in arrays]
+
+
+def _copied(arrays: Sequence[ArrayLike], to: Any, dtype: Any = None) -> list[jax.Array]:
+    """Buffers of our own, safe to donate, or safe from donation.
+
+    `device_put` alone is not: it shares buffers with its source wherever they lie right already, and with more than one
+    device it does so even under `may_alias=False`. A compiled copy shares nothing.
+    """
+    fresh = _fresh(list(arrays), None if dtype is None else np.dtype(dtype))
+    placed: list[jax.Array] = jax.device_put(fresh, to)
+    return placed
 
 
 class Learner:
@@ -79,13 +97,12 @@ class Learner:
             mesh=make_mesh(mesh, devices),
             vocab_limit=vocab_limit,
         )
-        # A copy that cannot alias: the first step donates these, and the decoder's arrays are the caller's.
-        own = jax.tree.leaves(nnx.state(decoder))
-        self.params: list[jax.Array] = jax.device_put(own, self._compiled.param_shardings, may_alias=False)
+        given = jax.tree.leaves(nnx.state(decoder))
+        self.params = _copied(given, self._compiled.param_shardings)
         self._reference: list[jax.Array] | None = None
         if loss.beta > 0:
-            source = own if reference is None else list(reference)
-            self._reference = jax.device_put(source, self._compiled.param_shardings, may_alias=False)
+            source = given if reference is None else list(reference)
+            self._reference = _copied(source, self._compiled.param_shardings)
         self._moments = self._compiled.init_optimizer()
         self._totals = self._compiled.start()
         self.step = 0
@@ -165,11 +182,7 @@ class Learner:
             dtype: the sampler's; None keeps the parameters'.
             device: where the sampler wants it; None leaves each array where it lies.
         """
-        cast = [p if dtype is None else p.astype(dtype) for p in self.params]
-        target = self._compiled.param_shardings if device is None else device
-        # Without may_alias=False a copy to the same device is the same buffer, and dies with the next step.
-        copied: list[jax.Array] = jax.device_put(cast, target, may_alias=False)
-        return copied
+        return _copied(self.params, self._compiled.param_shardings if device is None else device, dtype)
 
     def state_tree(self) -> dict[str, Any]:
         """All that a checkpoint must hold, arrays by name; the next `update` donates them. Also a restore template."""
@@ -198,12 +211,11 @@ class Learner:
                     "that wrote it"
                 )
         params = [tree["params"][name] for name in self._compiled.names]
-        self.params = jax.device_put(params, self._compiled.param_shardings, may_alias=False)
+        self.params = _copied(params, self._compiled.param_shardings)
         moments = [tree["optimizer"][name] for name, _ in self._named_moments()]
         structure = jax.tree.structure(self._moments)
-        self._moments = jax.device_put(
-            jax.tree.unflatten(structure, moments), self._compiled.optimizer_shardings, may_alias=False
-        )
+        owned = _copied(moments, jax.tree.leaves(self._compiled.optimizer_shardings))
+        self._moments = jax.tree.unflatten(structure, owned)
         self._totals = self._compiled.start()
         self.step = int(tree["step"])
         self._optimizer_steps = int(tree["optimizer_steps"])

@@ -112,13 +112,13 @@ class Play:
     directory: Path
     tasks: Any = field(default_factory=Stream)
     held_out: Any = None
-    environment: Callable[[], Any] = Letters
+    make_environment: Callable[[], Any] = Letters
     agent: Any = model_agent
     rewards: Rewards = field(default_factory=lambda: Rewards({}, ()))
-    engine: Callable[..., Any] = SimulatedEngine
+    make_engine: Callable[..., Any] = SimulatedEngine
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
     checkpoints: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
-    accelerator: Callable[[str], Any] = SimulatedAccelerator
+    make_accelerator: Callable[[str], Any] = SimulatedAccelerator
     life: int = 1
     stop_at: float | None = None
     screen: Screen = field(default_factory=Screen)
@@ -141,7 +141,7 @@ class Play:
                 chat=PlainChat(ALPHABET, ";"),
                 tasks=self.tasks,
                 held_out=self.held_out,
-                make_environment=self.environment,
+                make_environment=self.make_environment,
                 agent=self.agent,
                 rewards=self.rewards,
             )
@@ -150,21 +150,25 @@ class Play:
                 world,
                 self.learner,
                 self.learner.publish,
-                partial(self.engine, slots=self.config.engine.slots, chunk=self.config.engine.chunk, length=64),
+                partial(self.make_engine, slots=self.config.engine.slots, chunk=self.config.engine.chunk, length=64),
                 recorder,
                 self.checkpoints,
                 self.learner.weights(life=self.life, step=latest or 0),
                 resumed,
-                make_accelerator=self.accelerator,
+                make_accelerator=self.make_accelerator,
             )
             started = trio.current_time()
+            error: Exception | None = None
             async with trio.open_nursery() as nursery:
                 if self.stop_at is not None:
                     nursery.start_soon(self._stop, self.stop_at)
                 try:
                     await self.run.graph.run()
-                finally:
-                    nursery.cancel_scope.cancel()
+                except Exception as failure:
+                    error = failure  # raised below: the nursery would wrap it
+                nursery.cancel_scope.cancel()
+            if error is not None:
+                raise error
             self.seconds = trio.current_time() - started
         return self
 
@@ -206,7 +210,7 @@ def configure() -> Callable[..., RunConfig]:
 
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[..., Play]:
-    """Makes a run on a simulated device: `await play(environment=..., rollout={...})()`."""
+    """Makes a run on a simulated device: `await play(make_environment=..., rollout={...})()`."""
     made = 0
 
     def make(*, resume: Play | None = None, **given: Any) -> Play:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from trouper.actors.simulation import SimulatedAccelerator, SimulatedEngine, default_seconds
-from trouper.channels import SamplerError
+from trouper.channels import HopelessRun, RestartLimit, SamplerError
 
 
 class Faults:
@@ -99,7 +100,8 @@ def faulty(faults: Faults, letters: Any) -> dict[str, Any]:
     def accelerator(name: str) -> SimulatedAccelerator:
         return SimulatedAccelerator(name, lambda call: default_seconds(call) * faults.random.uniform(0.5, 1.5))
 
-    return {"environment": create, "agent": agent, "engine": Engine, "accelerator": accelerator, "engines": engines}
+    parts = {"make_environment": create, "make_engine": Engine, "make_accelerator": accelerator}
+    return {"agent": agent, "engines": engines, **parts}
 
 
 def disturbed_run(seed: int, play: Any, letters: Any, stream: Any) -> Any:
@@ -171,7 +173,7 @@ def check(played: Any) -> None:
     assert len(draws) == len(set(draws))
     for step, group in played.groups:
         assert (group.void is None) == bool(group.episodes)
-        assert len(group.episodes) + group.lost in (config.rollout.num_generations, 0)
+        assert group.void or len(group.episodes) + group.lost == config.rollout.num_generations
         for each in group.episodes:
             said = ""
             for row in each.rows:
@@ -210,3 +212,71 @@ def test_a_seed_replays_the_same_run(seed, run_seeded, play, letters, stream) ->
     run_seeded(seed, first)
     run_seeded(seed, second)
     assert first.log == second.log
+
+
+async def test_an_environment_that_raises_in_a_tenth_of_its_steps_costs_attempts_and_nothing_else(
+    autojump_clock, play, letters
+) -> None:
+    random = Random(0)
+
+    class Shaky(letters):
+        async def step(self, action: str) -> Any:
+            if random.random() < 0.1:
+                raise OSError("env 42")
+            return await super().step(action)
+
+    played = await play(make_environment=Shaky, train={"max_steps": 20, "groups_per_step": 4})()
+    lost = played.total("env/failures/env_error")
+    assert 20 < lost == played.run.breaker.lost["env_error"]
+    assert played.total("env/restarts") == lost
+    assert played.learner.step == 20
+    assert sum(len(group.episodes) for _, group in played.groups) == 160
+    assert sum("was lost: env_error: step: OSError: env 42" in note for note in played.screen.notes) == lost
+    assert sum("Traceback" in note for note in played.screen.notes) == 1
+
+
+@pytest.mark.parametrize("concurrency", [1, 16])
+async def test_a_sampler_that_refuses_everything_ends_the_run_at_once(autojump_clock, play, concurrency) -> None:
+    class Refusing(SimulatedEngine):
+        def check(self, request: Any) -> None:
+            raise SamplerError("out of order")
+
+    with pytest.raises(HopelessRun, match="First cause of sampler_error: out of order"):
+        await play(make_engine=Refusing, rollout={"max_concurrency": concurrency})()
+    assert trio.current_time() == 0
+
+
+async def test_a_device_that_is_gone_for_good_ends_the_run_with_its_error(autojump_clock, play) -> None:
+    class Dead(SimulatedEngine):
+        def step(self) -> Any:
+            raise RuntimeError("device lost")
+
+    with pytest.raises(RestartLimit, match="'sampler'.*device lost"):
+        await play(make_engine=Dead)()
+
+
+async def test_weights_that_cannot_be_attested_end_the_run_by_name(autojump_clock, play) -> None:
+    from trouper.channels import SyncError
+
+    class Corrupt(SimulatedEngine):
+        def checksum(self) -> int:
+            return 1
+
+    with pytest.raises(SyncError, match=r"sampler 0 could not be brought to weights \(1, 1\)"):
+        await play(make_engine=Corrupt)()
+
+
+async def test_a_long_run_leaves_nothing_behind(autojump_clock, play) -> None:
+    played = await play(train={"max_steps": 150}, checkpoint={"save_interval_steps": 0})()
+    run = played.run
+    assert len(run.source.position(0).open) == 0
+    assert run.pacer.redraws(0) == 0
+    for left in (run.sampler._waiting, run.sampler._running, run.sampler._deliveries, run.grouper._ready):
+        assert not left
+
+
+async def test_the_last_weights_wait_for_nobody(autojump_clock, play, letters) -> None:
+    """The last publication comes when every asker has long ended: nobody waits for an attestation then."""
+    played = await play(rollout={"max_staleness": 2}, train={"max_steps": 3})()
+    assert played.run.sampler.ended
+    assert played.seconds < 20

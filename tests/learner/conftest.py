@@ -1,6 +1,7 @@
 """A model of a few thousand parameters, and groups made by hand."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +15,31 @@ from trouper.learner.decoder import Decoder
 from trouper.learner.model_config import ModelConfig
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Equal programs of different tests are compiled once a session: most of these tests' time is the compiler's."""
+    wanted: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.fixture
 def make_decoder() -> Callable[..., Decoder]:
-    """`make_decoder(seed=0, dtype=float32, **changes)`: two layers, 32 ids; livelier than a fresh model."""
+    """`make_decoder(seed=0, dtype=float32, **changes)`: one layer, 32 ids; livelier than a fresh model."""
 
     def make(seed: int = 0, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, **changes: Any) -> Decoder:
         shape = {
             "vocab_size": 32,
             "hidden_size": 16,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 8,
@@ -37,18 +54,26 @@ def make_decoder() -> Callable[..., Decoder]:
     return make
 
 
-@pytest.fixture
-def row_logprobs() -> Callable[[Decoder, Row], jax.Array]:
-    """Log-probs of a row's sampled tokens, the plain way: the row alone, no padding, causal mask."""
+@functools.partial(jax.jit, static_argnums=0)
+def _row_logprobs(graph: Any, state: Any, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
+    decoder = nnx.merge(graph, state)
+    length = len(tokens)
+    hidden = decoder(tokens[None], jnp.arange(length)[None], jnp.tril(jnp.ones((1, length, length), bool)))
+    table = jax.nn.log_softmax(decoder.logits(hidden)[0].astype(jnp.float32) / temperature)
+    return jnp.concatenate([jnp.zeros(1), table[jnp.arange(length - 1), tokens[1:]]])
 
-    def logprobs(decoder: Decoder, row: Row) -> jax.Array:
-        length = len(row.tokens)
-        mask = jnp.tril(jnp.ones((1, length, length), bool))
-        hidden = decoder(jnp.asarray(row.tokens)[None], jnp.arange(length)[None], mask)
-        scaled = decoder.logits(hidden)[0].astype(jnp.float32) / row.sampling.temperature
-        table = jax.nn.log_softmax(scaled)
-        targets = np.flatnonzero(row.loss_mask)
-        return table[targets - 1, row.tokens[targets]]
+
+@pytest.fixture
+def row_logprobs() -> Callable[[Any, Any, Row], jax.Array]:
+    """Log-prob of each token of a row, float32 [40], the plain way: one row at a time under a causal mask.
+
+    Rows are filled up on the right, where a causal mask hides it, so that one compiled function serves all.
+    """
+
+    def logprobs(graph: Any, state: Any, row: Row) -> jax.Array:
+        tokens = np.zeros(40, np.int32)
+        tokens[: len(row.tokens)] = row.tokens
+        return _row_logprobs(graph, state, tokens, row.sampling.temperature)
 
     return logprobs
 

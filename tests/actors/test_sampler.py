@@ -1,0 +1,342 @@
+"""The sampler over a simulated engine: answers, weights between two chunks, and what a death costs."""
+
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from trouper.actors.sampler import MAX_DELIVERIES, Generate, Generator, Sampler
+from trouper.actors.simulation import SimulatedAccelerator, SimulatedEngine, checksum_of
+from trouper.channels import Channel, Reply, SamplerError, Sampling, Turn, Weights
+from trouper.learner.engine import Request
+
+CONTEXT = np.array([1, 2, 3], np.int32)
+
+
+def weights(step: int) -> Weights:
+    return Weights(life=1, step=step, params=step, checksum=checksum_of(step))
+
+
+class Bench:
+    """A sampler, the channel to it, and every engine it made."""
+
+    def __init__(self, engine: Callable[..., Any] = SimulatedEngine, *, slots: int = 4, **options: Any) -> None:
+        self.engines: list[Any] = []
+
+        def make(held: Weights) -> Any:
+            self.engines.append(engine(held, slots=slots, chunk=2))
+            return self.engines[-1]
+
+        self.sampler = Sampler(make, weights(0), SimulatedAccelerator("sampler"), **{"max_waiting": 4, **options})
+        self.requests = Channel[Generate]("requests", Generate, 2)
+
+    async def ask(self, tokens: int, seed: int = 0, scope: trio.CancelScope | None = None, stop: tuple[int, ...] = ()):
+        """A turn of so many tokens, a chunk of two every 0.1 s."""
+        with self.requests.sender() as sender:
+            generator = Generator(self.sampler, sender, seed, scope or trio.CancelScope())
+            try:
+                return await generator(CONTEXT, max_tokens=tokens, stop=stop, sampling=Sampling())
+            finally:
+                generator.close()
+
+    async def live(self, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        """Life after life, as under a supervisor."""
+        while not self.sampler.ended:
+            try:
+                with self.requests.receiver() as receiver:
+                    await self.sampler.run(receiver, task_status=task_status)
+            except* RuntimeError:
+                task_status = trio.TASK_STATUS_IGNORED
+                await trio.sleep(1.0)
+
+    async def __call__(self, *scenes: Callable[[], Awaitable[Any]]) -> None:
+        """Play scenes side by side; when they are over, the sampler has to end by itself."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.live)
+            async with trio.open_nursery() as askers:
+                for scene in scenes:
+                    askers.start_soon(scene)
+            self.requests.finish()
+        assert self.sampler.ended
+        assert self.engines[-1].live == 0
+        assert not (self.sampler._waiting or self.sampler._running or self.sampler._deliveries)
+
+
+async def at(time: float, function: Callable[..., Any], *args: Any) -> Any:
+    await trio.sleep_until(time)
+    return await function(*args)
+
+
+def expected(seed: int, count: int) -> list[int]:
+    engine = SimulatedEngine(weights(0))
+    return [engine.token(seed, len(CONTEXT) + index) for index in range(count)]
+
+
+async def test_answers_are_the_engines_and_have_a_digest(autojump_clock) -> None:
+    bench = Bench()
+    turns: list[Turn] = []
+
+    async def scene() -> None:
+        turns.append(await bench.ask(5, seed=1))
+        turns.append(await bench.ask(40, seed=2, stop=(expected(2, 40)[3],)))
+
+    await bench(scene)
+    first, second = turns
+    assert (first.tokens.tolist(), first.finish) == (expected(1, 5), "length")
+    assert second.finish == "stop"
+    assert second.tokens[-1] == expected(2, 40)[3]
+    assert bench.sampler.sampled_tokens == sum(len(turn.tokens) for turn in turns)
+
+
+async def test_more_requests_than_anything_holds_are_all_answered(autojump_clock) -> None:
+    bench, answered = Bench(slots=2, max_waiting=1), []
+
+    def scene(seed: int) -> Callable[[], Awaitable[None]]:
+        async def ask() -> None:
+            turn = await bench.ask(3, seed)
+            answered.append(turn.tokens.tolist() == expected(seed, 3))
+
+        return ask
+
+    await bench(*map(scene, range(40)))
+    assert answered == [True] * 40
+
+
+# New weights ---------------------------------------------------------------------------------------------------
+
+
+async def test_in_flight_weights_come_between_two_chunks_and_stamp_what_follows(autojump_clock) -> None:
+    bench = Bench(mode="in_flight")
+
+    async def ask() -> None:
+        turn = await bench.ask(8)
+        assert turn.versions.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+        assert turn.kv_version == 0
+
+    async def update() -> None:
+        assert await at(0.15, bench.sampler.update, weights(1)) == checksum_of(1)
+
+    await bench(ask, update)
+    assert bench.sampler.weights.step == 1
+
+
+async def test_recomputed_keys_are_as_new_as_the_weights(autojump_clock) -> None:
+    bench = Bench(kv="recompute")
+
+    async def ask() -> None:
+        assert (await bench.ask(8)).kv_version == 1
+
+    await bench(ask, lambda: at(0.15, bench.sampler.update, weights(1)))
+
+
+async def test_drain_lets_running_generations_end_and_new_ones_wait(autojump_clock) -> None:
+    bench = Bench(mode="drain")
+    ended = []
+
+    async def running() -> None:
+        turn = await bench.ask(8)
+        assert turn.versions.tolist() == [0] * 8
+        ended.append(trio.current_time())
+
+    async def update() -> None:
+        await at(0.15, bench.sampler.update, weights(1))
+        assert ended
+
+    async def late() -> None:
+        turn = await at(0.2, bench.ask, 2)
+        assert turn.versions.tolist() == [1, 1]
+
+    await bench(running, update, late)
+
+
+async def test_a_drain_that_takes_too_long_swaps_all_the_same(autojump_clock) -> None:
+    bench = Bench(mode="drain", drain_timeout=0.3)
+
+    async def ask() -> None:
+        turn = await bench.ask(40)
+        assert 0 < np.count_nonzero(turn.versions == 0) < 12
+        assert turn.versions[-1] == 1
+
+    await bench(ask, lambda: at(0.15, bench.sampler.update, weights(1)))
+
+
+async def test_weights_reach_an_idle_sampler(autojump_clock) -> None:
+    bench = Bench(mode="drain")
+    await bench(lambda: at(5.0, bench.sampler.update, weights(1)))
+    assert trio.current_time() < 6
+    assert bench.engines[0].version == (1, 1)
+
+
+# Askers that go ------------------------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_asker_takes_its_request_back_wherever_it_is(autojump_clock) -> None:
+    bench, left = Bench(slots=1, max_waiting=1), []
+
+    async def gone() -> None:
+        with trio.move_on_after(0.25):
+            await bench.ask(1000)
+        left.append(trio.current_time())
+
+    async def stays() -> None:
+        await at(0.3, bench.ask, 2)
+
+    await bench(*[gone] * 8, stays)  # one runs, others wait in the engine, in the sampler, in the channel, in `send`
+    assert left == [0.25] * 8
+    assert trio.current_time() < 1
+
+
+async def test_a_refused_request_fails_its_asker_alone(autojump_clock) -> None:
+    bench = Bench()
+    scope = trio.CancelScope()
+
+    async def refused() -> None:
+        with scope:
+            await bench.ask(5000, scope=scope)
+            raise AssertionError("agent code went on")
+
+    async def other() -> None:
+        assert len((await bench.ask(4)).tokens) == 4
+
+    await bench(refused, other)
+    assert scope.cancelled_caught
+
+
+async def test_a_refusal_reaches_an_asker_that_shields_itself(autojump_clock) -> None:
+    bench = Bench()
+
+    async def shielded() -> None:
+        with trio.CancelScope(shield=True), pytest.raises(SamplerError, match="beyond the engine's length"):
+            await bench.ask(5000)
+
+    await bench(shielded)
+
+
+# Deaths --------------------------------------------------------------------------------------------------------
+
+
+def mortal(deaths: list[float]) -> type[SimulatedEngine]:
+    """Dies in the first step at or after each of these times."""
+
+    class Mortal(SimulatedEngine):
+        def step(self) -> Any:
+            if deaths and trio.current_time() >= deaths[0]:
+                deaths.pop(0)
+                raise RuntimeError("device lost")
+            return super().step()
+
+    return Mortal
+
+
+async def test_after_a_death_the_same_requests_are_asked_again(autojump_clock) -> None:
+    bench, answers = Bench(mortal([0.15]), slots=1), {}
+
+    def scene(seed: int) -> Callable[[], Awaitable[None]]:
+        async def ask() -> None:
+            answers[seed] = (await bench.ask(6, seed)).tokens.tolist()
+
+        return ask
+
+    await bench(*map(scene, range(3)))
+    assert answers == {seed: expected(seed, 6) for seed in range(3)}
+    assert len(bench.engines) == 2
+
+
+async def test_a_request_in_flight_at_two_deaths_is_failed_and_the_others_live(autojump_clock) -> None:
+    deaths = [0.15, 1.0]
+    assert len(deaths) == MAX_DELIVERIES
+    bench = Bench(mortal(deaths))
+
+    async def poison() -> None:
+        with trio.CancelScope(shield=True), pytest.raises(SamplerError, match="in flight each of 2 times it died"):
+            await bench.ask(40)
+
+    async def later() -> None:
+        assert (await at(1.5, bench.ask, 6)).tokens.tolist() == expected(0, 6)
+
+    await bench(poison, later)
+    assert len(bench.engines) == 3
+
+
+async def test_what_was_cancelled_while_the_sampler_was_dead_is_not_asked_again(autojump_clock) -> None:
+    bench = Bench(mortal([0.15]))
+    submitted = []
+
+    class Watched(mortal([])):
+        def submit(self, request: Request) -> None:
+            submitted.append(request.id)
+            super().submit(request)
+
+    async def gone() -> None:
+        with trio.move_on_after(0.5):  # between its two lives
+            await bench.ask(40)
+        bench.sampler._make_engine = lambda held: bench.engines.append(Watched(held)) or bench.engines[-1]
+
+    await bench(gone)
+    assert submitted == []
+
+
+async def test_weights_that_came_while_the_sampler_was_dead_are_taken_by_its_next_life(autojump_clock) -> None:
+    bench = Bench(mortal([0.15]))
+
+    async def update() -> None:
+        assert await at(0.5, bench.sampler.update, weights(1)) == checksum_of(1)
+
+    await bench(lambda: bench.ask(4), update)
+    assert bench.engines[1].version == (1, 1)
+
+
+async def test_an_answered_request_in_the_channel_is_left_alone(autojump_clock) -> None:
+    bench = Bench()
+
+    async def scene() -> None:
+        reply: Reply[Turn] = Reply()
+        reply.fail(SamplerError("gone"))
+        with bench.requests.sender() as sender:
+            await sender.send(Generate(Request(99, 1, CONTEXT, 5000), reply))
+
+    await bench(scene)
+    assert bench.sampler.sampled_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["in_flight", "drain"])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_request_is_lost_under_any_schedule(run_seeded, mode, seed) -> None:
+    random = Random(seed)
+    deaths = sorted(random.uniform(0, 30) for _ in range(random.randint(0, 3)))
+    ends: list[str] = []
+
+    async def scenario() -> None:
+        options = {"drain_timeout": random.choice((0.0, 0.2, 60.0)), "max_waiting": random.randint(1, 4)}
+        bench = Bench(mortal(deaths), slots=random.randint(1, 4), mode=mode, **options)
+
+        async def asker() -> None:
+            for _ in range(8):
+                tokens, seed = random.randint(1, 12), random.randint(0, 99)
+                with trio.move_on_after(random.choice((0.2, 1.0, 1e5))) as scope:
+                    with trio.CancelScope(shield=random.random() < 0.5):
+                        try:
+                            turn = await bench.ask(tokens, seed)
+                            assert turn.tokens.tolist() == expected(seed, tokens)
+                            assert (np.diff(turn.versions) >= 0).all()
+                            ends.append("answered")
+                        except SamplerError:
+                            ends.append("failed")
+                if scope.cancelled_caught:
+                    ends.append("gone")
+                await trio.sleep(random.uniform(0, 1))
+
+        async def update() -> None:
+            for step in range(1, 10):
+                with trio.move_on_after(random.choice((0.05, 100.0))):
+                    assert await bench.sampler.update(weights(step)) == checksum_of(step)
+                await trio.sleep(random.uniform(0, 2))
+
+        await bench(*[asker] * 6, update)
+
+    run_seeded(seed, scenario)
+    assert len(ends) == 48
+    assert ends.count("answered") > 20
