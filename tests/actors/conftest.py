@@ -1,10 +1,9 @@
 """A whole standard run on a simulated device, and the pieces to build parts of one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
@@ -203,12 +202,6 @@ class Play:
 
 
 @pytest.fixture
-def configure() -> Callable[..., RunConfig]:
-    """Makes the configuration of a small run; keyword arguments are sections."""
-    return configured
-
-
-@pytest.fixture
 def play(tmp_path: Path) -> Callable[..., Play]:
     """Makes a run on a simulated device: `await play(make_environment=..., rollout={...})()`."""
     made = 0
@@ -255,10 +248,3 @@ def episode() -> Callable[..., Episode]:
         return Episode(attempt=attempt, reward=reward, **given)
 
     return make
-
-
-def shuffled(items: Iterable[Any], seed: int) -> list[Any]:
-    """In a seeded order."""
-    order = list(items)
-    Random(seed).shuffle(order)
-    return order

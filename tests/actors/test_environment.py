@@ -181,8 +181,8 @@ async def test_a_plain_call_that_hangs_is_left_in_its_thread(bench, where) -> No
         assert (made.world.failure.kind, made.threads.abandoned) == ("env_timeout", 1)
         assert await made.attempt() == 1.0
         release.set()
-        while made.threads.abandoned:
-            await trio.sleep(0)
+        while made.threads.abandoned:  # a thread changes it, and sets no event
+            await trio.lowlevel.checkpoint()
 
 
 @pytest.mark.parametrize("how", [broken, trio.sleep_forever])
@@ -244,6 +244,19 @@ async def test_an_agent_that_leaves_a_call_loses_its_attempt(autojump_clock, ben
     assert await made.attempt(impatient) is None
     assert made.world.failure.kind == "agent_error"
     assert "left step before it was answered" in str(made.world.failure)
+
+
+async def test_a_call_that_a_failed_attempt_left_behind_costs_the_next_one_nothing(autojump_clock, bench) -> None:
+    async def leaves(world: Any) -> None:
+        await world.reset()
+        with trio.move_on_after(1.0):
+            await world.step("x")
+        raise LookupError("and then it fails")
+
+    made = bench(once("step", trio.sleep_forever))
+    assert await made.attempt(leaves) is None
+    assert await made.attempt() == 1.0
+    assert made.world.failure is None
 
 
 async def test_calls_of_one_attempt_run_one_at_a_time(autojump_clock, bench) -> None:

@@ -48,6 +48,7 @@ class Bench:
             try:
                 with self.requests.receiver() as receiver:
                     await self.sampler.run(receiver, task_status=task_status)
+                    assert self.sampler.ended
             except* RuntimeError:
                 task_status = trio.TASK_STATUS_IGNORED
                 await trio.sleep(1.0)
@@ -62,7 +63,8 @@ class Bench:
             self.requests.finish()
         assert self.sampler.ended
         assert self.engines[-1].live == 0
-        assert not (self.sampler._waiting or self.sampler._running or self.sampler._deliveries)
+        for left in (self.sampler._waiting, self.sampler._running, self.sampler._deliveries):
+            assert not left
 
 
 async def at(time: float, function: Callable[..., Any], *args: Any) -> Any:

@@ -87,7 +87,7 @@ async def test_every_member_of_every_slot_is_an_attempt_at_the_slots_task(autoju
 
 async def test_a_reopened_slot_gets_the_next_task(autojump_clock, stream) -> None:
     drawn = await Drawing(stream(), steps=2, redraws=2, drop={1: 2})()
-    slots = {slot: draw for slot, draw in drawn.ended}
+    slots = dict(drawn.ended)
     assert sorted(slots) == [0, 1, 2, 3]
     assert slots[1] > 1
     assert len(set(slots.values())) == 4

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from trouper.actors.simulation import SimulatedAccelerator, SimulatedEngine, default_seconds
-from trouper.channels import HopelessRun, RestartLimit, SamplerError
+from trouper.channels import HopelessRun, RestartLimit, SamplerError, SyncError
 
 
 class Faults:
@@ -115,37 +115,35 @@ def disturbed_run(seed: int, play: Any, letters: Any, stream: Any) -> Any:
         **parts,
         tasks=stream(None if endless else random.randint(1, 14)),
         held_out=stream(2) if random.random() < 0.3 else None,
-        **{
-            "run": {"seed": seed},
-            "rollout": {
-                "num_generations": random.randint(1, 3),
-                "max_concurrency": random.choice((1, 3, 8, 20)),
-                "max_staleness": staleness,
-                "max_attempts": random.randint(1, 3),
-                "max_redraws": random.randint(0, 2),
-                "lost_members": random.choice(("shrink", "drop")),
-                "min_members": 1,
-                "dynamic_sampling": random.random() < 0.5,
-                "mask_truncated": random.random() < 0.2,
-                "episode_timeout": random.choice((50.0, 1000.0)),
-                "max_consecutive_lost": 1000,
-            },
-            "train": {
-                "max_steps": random.randint(1, 6) if endless or random.random() < 0.5 else None,
-                "groups_per_step": random.randint(1, 4),
-                "drop_last": random.random() < 0.3,
-                "max_empty_steps": 1000,
-            },
-            "sync": {
-                "weight_sync_steps": random.randint(1, staleness + 1),
-                "mode": random.choice(("in_flight", "drain")),
-                "kv": random.choice(("keep", "recompute")),
-                "drain_timeout": random.choice((0.0, 0.5, 60.0)),
-            },
-            "engine": {"slots": random.randint(1, 6), "chunk": random.randint(1, 4)},
-            "evaluation": {"every_steps": 2, "tasks": {"source": "held:out"}, "count": 3},
-            "checkpoint": {"save_interval_steps": random.randint(0, 3)},
+        run={"seed": seed},
+        rollout={
+            "num_generations": random.randint(1, 3),
+            "max_concurrency": random.choice((1, 3, 8, 20)),
+            "max_staleness": staleness,
+            "max_attempts": random.randint(1, 3),
+            "max_redraws": random.randint(0, 2),
+            "lost_members": random.choice(("shrink", "drop")),
+            "min_members": 1,
+            "dynamic_sampling": random.random() < 0.5,
+            "mask_truncated": random.random() < 0.2,
+            "episode_timeout": random.choice((50.0, 1000.0)),
+            "max_consecutive_lost": 1000,
         },
+        train={
+            "max_steps": random.randint(1, 6) if endless or random.random() < 0.5 else None,
+            "groups_per_step": random.randint(1, 4),
+            "drop_last": random.random() < 0.3,
+            "max_empty_steps": 1000,
+        },
+        sync={
+            "weight_sync_steps": random.randint(1, staleness + 1),
+            "mode": random.choice(("in_flight", "drain")),
+            "kv": random.choice(("keep", "recompute")),
+            "drain_timeout": random.choice((0.0, 0.5, 60.0)),
+        },
+        engine={"slots": random.randint(1, 6), "chunk": random.randint(1, 4)},
+        evaluation={"every_steps": 2, "tasks": {"source": "held:out"}, "count": 3},
+        checkpoint={"save_interval_steps": random.randint(0, 3)},
     )
     played.engines = engines
     return played
@@ -251,13 +249,11 @@ async def test_a_device_that_is_gone_for_good_ends_the_run_with_its_error(autoju
         def step(self) -> Any:
             raise RuntimeError("device lost")
 
-    with pytest.raises(RestartLimit, match="'sampler'.*device lost"):
+    with pytest.raises(RestartLimit, match=r"'sampler'.*device lost"):
         await play(make_engine=Dead)()
 
 
 async def test_weights_that_cannot_be_attested_end_the_run_by_name(autojump_clock, play) -> None:
-    from trouper.channels import SyncError
-
     class Corrupt(SimulatedEngine):
         def checksum(self) -> int:
             return 1
@@ -275,7 +271,7 @@ async def test_a_long_run_leaves_nothing_behind(autojump_clock, play) -> None:
         assert not left
 
 
-async def test_the_last_weights_wait_for_nobody(autojump_clock, play, letters) -> None:
+async def test_the_last_weights_wait_for_nobody(autojump_clock, play) -> None:
     """The last publication comes when every asker has long ended: nobody waits for an attestation then."""
     played = await play(rollout={"max_staleness": 2}, train={"max_steps": 3})()
     assert played.run.sampler.ended

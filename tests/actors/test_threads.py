@@ -13,8 +13,8 @@ from trouper.channels import RunError
 
 async def until(condition) -> None:
     with trio.fail_after(10):
-        while not condition():
-            await trio.sleep(0)
+        while not condition():  # a thread changes it, and sets no event
+            await trio.lowlevel.checkpoint()
 
 
 async def test_plain_functions_run_in_threads_and_async_ones_on_the_loop() -> None:

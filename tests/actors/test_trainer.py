@@ -1,5 +1,6 @@
 """The trainer inside a whole run: steps, ends, stops and what a checkpoint holds."""
 
+from random import Random
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import trio
 from trouper.actors.simulation import SimulatedLearner
 from trouper.actors.trainer import CheckpointMeta
 from trouper.channels import HopelessRun, NumericsError
-from trouper.envs import StepResult
+from trouper.envs import Conversation, StepResult
 
 STEADY = {"max_concurrency": 1, "max_staleness": 0}
 """One episode at a time: groups arrive in the order of their slots."""
@@ -149,8 +150,6 @@ async def test_masked_members_leave_the_others_with_their_advantages(autojump_cl
 
 
 async def test_ids_that_were_not_sampled_are_never_trained(autojump_clock, play, monkeypatch) -> None:
-    from trouper.envs import Conversation
-
     rows = Conversation.rows
 
     def forged(self: Any) -> Any:
@@ -186,8 +185,6 @@ async def test_a_stop_before_the_first_step_saves_nothing(autojump_clock, play) 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_lives_cut_short_at_any_moment_train_what_one_long_life_trains(run_seeded, play, seed) -> None:
-    from random import Random
-
     random = Random(seed)
     sections = {
         "train": {"max_steps": 6, "groups_per_step": random.randint(1, 3)},
