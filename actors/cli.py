@@ -6,9 +6,12 @@ Knows what to call and how errors end a process, not how a run works. What needs
 import argparse
 import importlib.metadata
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,19 +93,40 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from trouper.actors.config_file import dump_config, load_config
-    from trouper.actors.plan import plan
+    with _interruptible():
+        from trouper.actors.config_file import dump_config, load_config
+        from trouper.actors.plan import plan
 
-    config = load_config(arguments.config, arguments.overrides)
-    planned = plan(config, _shape(config))
-    run_dir = arguments.run_dir or Path(config.run.directory) / config.run.name
-    from trouper.actors import launch
+        config = load_config(arguments.config, arguments.overrides)
+        planned = plan(config, _shape(config))
+        run_dir = arguments.run_dir or Path(config.run.directory) / config.run.name
+        from trouper.actors import launch, naming
 
     if arguments.dry_run:
-        _look_up(config)
+        naming.look_up(config)
         print(dump_config(config), planned.render(), "", launch.draw(config), sep="\n")
         return 0
     return launch.launch(config, run_dir=run_dir, resume=arguments.resume)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """While modules are imported, a signal ends the process where it stands: nothing has begun that could be lost.
+
+    An exception would not do: raised in the middle of an import it may be swallowed, and the run would start.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, lambda number, _: os._exit(128 + number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _graph(arguments: argparse.Namespace) -> int:
@@ -135,24 +159,6 @@ def _export(arguments: argparse.Namespace) -> int:
     step = launch.export(arguments.run_dir, arguments.folder, arguments.step)
     print(f"{arguments.folder} holds the model of step {step}")
     return 0
-
-
-def _look_up(config: "RunConfig") -> None:
-    """Find what the configuration names, as a start would, without making any of it.
-
-    Raises:
-        ConfigError: the first name that cannot be found.
-    """
-    from trouper.envs import load_object
-
-    held_out = config.evaluation.tasks
-    sources = [config.tasks.source, *([held_out.source] if held_out else [])]
-    for source in sources:
-        if source.endswith(".jsonl") and not Path(source).is_file():
-            raise ConfigError(f"tasks.source = {source}: there is no such file")
-    factories = [source for source in sources if not source.endswith(".jsonl")]
-    for name in (*factories, config.environment.name, config.agent.name, *config.reward.functions):
-        load_object(name)
 
 
 def _shape(config: "RunConfig") -> "ModelConfig | None":

@@ -70,7 +70,7 @@ class Tasks(Section, frozen=True):
     Attributes:
         source: a `.jsonl` file, or the dotted name of a factory whose result has `task(draw)`.
         arguments: keywords for the factory.
-        epochs: passes over a file; None means without end.
+        epochs: passes over a file; without end when left out. A factory decides itself.
         shuffle: draw a file's lines in a new seeded order each epoch.
     """
 

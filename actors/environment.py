@@ -164,9 +164,12 @@ class EnvironmentActor:
 
     async def _answer(self, call: _Call) -> EnvironmentFailure | None:
         failure: EnvironmentFailure | None = None
+        doing = call.what
         try:
             if self._environment is None:
+                doing = "create"
                 await self._create()
+                doing = call.what
             value = await getattr(self, f"_{call.what}")(*call.arguments)
             if call.what != "prepare":
                 self._fruitless = 0
@@ -178,7 +181,7 @@ class EnvironmentActor:
             if isinstance(error, EnvironmentFailure):
                 failure = error
             else:
-                failure = EnvironmentFailure("env_error", f"{call.what}: {type(error).__name__}: {error}")
+                failure = EnvironmentFailure("env_error", f"{doing}: {type(error).__name__}: {error}")
                 failure.__cause__ = error
         return failure
 

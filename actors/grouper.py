@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from trouper.actors.pacer import Pacer
-from trouper.channels import Episode, Group, Lost, Outcome, Receiver, Sender, Void
+from trouper.channels import Attempt, Episode, Group, Lost, Outcome, Receiver, Sender, Void
 from trouper.learner.advantage import AdvantageEstimator, ScaleRewards, group_advantages
 
 
@@ -45,6 +45,8 @@ class Grouper:
         self._needed = min_members if lost_members == "shrink" else num_generations
         self._dynamic_sampling = dynamic_sampling
         self._members: dict[int, dict[int, Episode | Lost]] = {}
+        # The draw of the last group that was dropped, of slots that are open: what still comes of it is too late.
+        self._dropped: dict[int, int] = {}
         self._ready: dict[int, deque[Group]] = {}
         self._step = pacer.version
         self._released = 0
@@ -63,6 +65,7 @@ class Grouper:
             if group is not None:
                 self._ready.setdefault(group.slot // self._pacer.groups_per_step, deque()).append(group)
                 self._pacer.close(group.slot)
+                self._dropped.pop(group.slot, None)
                 await self._release(outbox)
         await self._release(outbox)  # the end of the data may have made the last step smaller
 
@@ -71,8 +74,9 @@ class Grouper:
         if isinstance(outcome, Void):
             return _void(outcome.slot, -1, outcome.reason, 0)
         attempt = outcome.attempt
-        members = self._members.setdefault(attempt.slot, {})
-        if attempt.member in members:
+        late = self._pacer.has_ended(attempt.slot) or attempt.draw <= self._dropped.get(attempt.slot, -1)
+        members = {} if late else self._members.setdefault(attempt.slot, {})
+        if late or attempt.member in members:
             self.counts["duplicates"] += 1
             return None
         members[attempt.member] = outcome
@@ -83,13 +87,20 @@ class Grouper:
         lost = len(members) - len(episodes)
         if len(episodes) < self._needed:
             self.counts["dropped/lost"] += 1
-            return None if self._pacer.reopen(attempt.slot) else _void(attempt.slot, attempt.draw, "lost", lost)
+            return None if self._reopened(attempt) else _void(attempt.slot, attempt.draw, "lost", lost)
         rewards = [episode.reward for episode in episodes]
-        if self._dynamic_sampling and _without_signal(rewards) and self._pacer.reopen(attempt.slot):
+        if self._dynamic_sampling and _without_signal(rewards) and self._reopened(attempt):
             self.counts["dropped/no_signal"] += 1
             return None
         advantages = group_advantages(rewards, estimator=self._estimator, scale_rewards=self._scale_rewards)
         return Group(attempt.slot, attempt.draw, episodes, advantages, lost=lost)
+
+    def _reopened(self, attempt: Attempt) -> bool:
+        """Whether the slot gets another task in place of this attempt's."""
+        reopened = self._pacer.reopen(attempt.slot)
+        if reopened:
+            self._dropped[attempt.slot] = attempt.draw
+        return reopened
 
     async def _release(self, outbox: Sender[Group]) -> None:
         while True:

@@ -21,6 +21,7 @@ from trouper.actors.config import RunConfig
 from trouper.actors.config_file import load_config, parse_config
 from trouper.actors.graph import Graph
 from trouper.actors.metrics import Recorder
+from trouper.actors.naming import held_out, load_format, load_world, task_stream
 from trouper.actors.plan import plan, scratch_model
 from trouper.actors.progress import Screen, open_screen
 from trouper.actors.run import attend
@@ -31,17 +32,12 @@ from trouper.channels import CheckpointError, ConfigError, Task, Weights
 from trouper.envs import (
     Agent,
     Chat,
-    PlainChat,
-    Rewards,
     SingleTurn,
     TaskList,
     Tasks,
     load_agent,
-    load_chat,
-    load_object,
+    load_factory,
     load_rewards,
-    load_tasks,
-    made,
     model_agent,
 )
 from trouper.learner.batch import BatchConfig
@@ -50,6 +46,7 @@ from trouper.learner.checksum import checksum
 from trouper.learner.decoder import Decoder
 from trouper.learner.engine import Engine
 from trouper.learner.learner import Learner
+from trouper.learner.mesh import MeshConfig
 from trouper.learner.model_config import ModelConfig
 from trouper.learner.source import resolve_model
 from trouper.learner.weights import init_model, load_model, read_config, save_model
@@ -61,43 +58,6 @@ STOPPED = 128
 def model_folder(config: RunConfig) -> Path | None:
     """The HF folder of the configured model; None for one from scratch."""
     return None if config.model.source is None else resolve_model(config.model.source)
-
-
-def load_world(config: RunConfig, folder: Path | None) -> World:
-    """Load what the configuration names.
-
-    Raises:
-        ConfigError: a name that cannot be found, or arguments that do not fit.
-    """
-    return World(
-        chat=load_format(config, folder),
-        tasks=_tasks(config.tasks, config.run.seed),
-        held_out=_held_out(config),
-        make_environment=partial(made, config.environment.name, config.environment.arguments),
-        agent=load_agent(config.agent.name, config.agent.arguments),
-        rewards=load_rewards(config.reward.functions, config.reward.weights or None),
-    )
-
-
-def load_format(config: RunConfig, folder: Path | None) -> Chat:
-    """The chat format: the model's own, or one id per character."""
-    if config.chat.format == "plain":
-        return PlainChat(config.chat.alphabet, config.chat.stop)
-    if folder is None:
-        raise ConfigError('a model from scratch has no chat template; set chat.format = "plain" and chat.alphabet')
-    return load_chat(folder, format=config.chat.format)
-
-
-def _tasks(section: Any, seed: int) -> Tasks:
-    arguments = dict(section.arguments)
-    if section.source.endswith(".jsonl"):
-        arguments |= {"epochs": section.epochs, "shuffle": section.shuffle, "seed": seed}
-    return load_tasks(section.source, arguments)
-
-
-def _held_out(config: RunConfig) -> Tasks | None:
-    section = config.evaluation.tasks if config.evaluation.every_steps else None
-    return None if section is None else _tasks(section, config.run.seed)
 
 
 def load_decoder(config: RunConfig, folder: Path | None, chat: Chat) -> Decoder:
@@ -168,18 +128,21 @@ def make_learner(config: RunConfig, decoder: Decoder, chat: Chat) -> Learner:
 def train(
     *,
     model: str | dict[str, Any],
-    tasks: str | Tasks | Iterable[Task | dict[str, Any]],
-    reward: Callable[..., Any] | Sequence[Callable[..., Any] | str] = (),
-    environment: Callable[[], Any] | str = SingleTurn,
-    agent: "Agent | str" = model_agent,
+    tasks: "str | Tasks | Iterable[Task | dict[str, Any]] | dict[str, Any]",
+    reward: "Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | dict[str, Any]" = (),
+    environment: Callable[[], Any] | str | dict[str, Any] = SingleTurn,
+    agent: "Agent | str | dict[str, Any]" = model_agent,
     run_dir: str | Path | None = None,
     resume: bool = False,
     **sections: dict[str, Any],
 ) -> int:
     """Train from Python: what a configuration file names by dotted name may be given as objects.
 
+    Each of the first five may also be its whole section as a dict, in which the object stands in place of the name:
+    `environment={"name": Guess, "step_timeout": 5.0}`.
+
     Args:
-        model: what `[model] source` may be, or a whole `[model]` section.
+        model: what `[model] source` may be.
         tasks: what `[tasks] source` may be, an object with `task(draw)`, or tasks (a dict is a payload) to be drawn
             in seeded order again and again.
         reward: one function `fn(task, messages, text) -> float | None`, or several, or their dotted names.
@@ -191,30 +154,52 @@ def train(
 
     Returns:
         The exit code, as `launch`.
+
+    Raises:
+        ConfigError: what was given cannot be used.
     """
-    functions = [reward] if callable(reward) else list(reward)
     given = {
-        "model": {"source": model} if isinstance(model, str) else model,
-        "tasks": {"source": tasks if isinstance(tasks, str) else _described(tasks)},
-        "environment": {"name": _described(environment), **sections.pop("environment", {})},
-        "agent": {"name": _described(agent)},
-        "reward": {"functions": [_described(function) for function in functions], **sections.pop("reward", {})},
+        "model": _section(model, "source", None),
+        "tasks": _section(tasks, "source", ()),
+        "environment": _section(environment, "name", SingleTurn),
+        "agent": _section(agent, "name", model_agent),
+        "reward": _section(reward, "functions", ()),
     }
-    config = parse_config(given | sections)
+    stream, make, player = given["tasks"]["source"], given["environment"]["name"], given["agent"]["name"]
+    functions = given["reward"]["functions"]
+    functions = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
+    described = {
+        "tasks": given["tasks"] | {"source": _described(stream)},
+        "environment": given["environment"] | {"name": _described(make)},
+        "agent": given["agent"] | {"name": _described(player)},
+        "reward": given["reward"] | {"functions": [_described(function) for function in functions]},
+    }
+    config = parse_config(given | described | sections)
     folder = model_folder(config)
-    named = [function if callable(function) else load_object(function) for function in functions]
+    arguments = config.environment.arguments
     world = World(
         chat=load_format(config, folder),
-        tasks=_tasks(config.tasks, config.run.seed) if isinstance(tasks, str) else _stream(tasks, config.run.seed),
-        held_out=_held_out(config),
-        make_environment=environment if callable(environment) else partial(made, environment, {}),
-        agent=agent if callable(agent) else load_agent(agent, {}),
-        rewards=Rewards(
-            {function.__name__: function for function in named}, config.reward.weights or [1.0] * len(named)
-        ),
+        tasks=task_stream(config.tasks, config.run.seed) if isinstance(stream, str) else _stream(stream, config),
+        held_out=held_out(config),
+        make_environment=partial(load_factory(make, arguments), **arguments),
+        agent=load_agent(player, config.agent.arguments) if isinstance(player, str) else _agent(player, config),
+        rewards=load_rewards(functions, config.reward.weights or None),
     )
     run_dir = run_dir or Path(config.run.directory) / config.run.name
     return launch(config, run_dir=Path(run_dir), resume=resume, world=world)
+
+
+def _section(given: Any, key: str, default: Any) -> dict[str, Any]:
+    """A section of which the whole was given, or only what stands under one key."""
+    return {key: default, **given} if isinstance(given, dict) else {key: given}
+
+
+def _agent(given: Any, config: RunConfig) -> Agent:
+    if not callable(given):
+        raise ConfigError(f"agent = {given!r}; give an async function of a conversation and a world, or its name")
+    if config.agent.arguments:
+        raise ConfigError(f"an agent given as an object takes no arguments, but was given {config.agent.arguments}")
+    return cast(Agent, given)
 
 
 def _described(given: Any) -> str:
@@ -224,12 +209,15 @@ def _described(given: Any) -> str:
     return f"{getattr(given, '__module__', 'python')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
 
 
-def _stream(tasks: Tasks | Iterable[Task | dict[str, Any]], seed: int) -> Tasks:
+def _stream(tasks: Any, config: RunConfig) -> Tasks:
+    if callable(getattr(tasks, "task", None)):
+        return cast(Tasks, tasks)
     if not isinstance(tasks, Iterable):
-        return tasks
-    return TaskList(
-        [task if isinstance(task, Task) else Task(str(number), task) for number, task in enumerate(tasks)], seed=seed
-    )
+        raise ConfigError(f"tasks = {tasks!r}; give a list of dicts, an object with task(draw), or a .jsonl file")
+    found = [task if isinstance(task, Task) else Task(str(number), task) for number, task in enumerate(tasks)]
+    if wrong := next((task for task in found if not isinstance(task.payload, dict)), None):
+        raise ConfigError(f"tasks[{wrong.id}] is {wrong.payload!r}; a task is a dict, its payload, or a Task")
+    return TaskList(found, seed=config.run.seed, shuffle=config.tasks.shuffle, epochs=config.tasks.epochs)
 
 
 def launch(
@@ -301,11 +289,18 @@ async def run(
         learner = make_learner(config, decoder, world.chat)
         del decoder  # learner and samplers hold copies of their own
         resumed = _restore(learner, checkpoints)
+        if changes:  # and the checkpoint fits them
+            directory.keep(config)
         step, life = resumed.step if resumed else 0, directory.lives()
         screen = screen or open_screen(config.train.max_steps, done=step)
         recorder = held.enter_context(Recorder(directory, life, screen, episodes_per_step=config.log.episodes_per_step))
         for key, (before, after) in changes.items():
             recorder.note(f"{key} was {before!r} and is now {after!r}")
+        if config.train.max_steps is not None and step >= config.train.max_steps:
+            recorder.note(
+                f"{step} steps are done and train.max_steps = {config.train.max_steps}: nothing is left to train; "
+                "raise it to go on"
+            )
         publish = partial(_publish, learner, config)
         params, checked = publish()
         first = Weights(life=life, step=step, params=params, checksum=checked)
@@ -362,7 +357,10 @@ def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
         The step that was saved.
     """
     directory = RunDirectory(run_dir)
-    config = load_config(directory.config, ())
+    if not directory.config.is_file():
+        raise ConfigError(f"there is no run in {run_dir}; give the directory that a run was kept in")
+    # Whatever devices it was trained on, one is enough to copy from.
+    config = msgspec.structs.replace(load_config(directory.config, ()), mesh=MeshConfig())
     source = model_folder(config)
     chat = load_format(config, source)
     decoder = load_decoder(config, source, chat)

@@ -4,6 +4,7 @@ Knows the files' form and the names of what is averaged over episodes. Does not 
 but the one it is given.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -20,7 +21,7 @@ import trio
 from trouper.actors.progress import Screen
 from trouper.actors.run_directory import LIFE_LINE, RunDirectory
 from trouper.actors.summary import closing
-from trouper.channels import Episode, Group
+from trouper.channels import Episode, Group, RunError
 
 _EVALUATION = "eval/"
 _BLOCK = 1 << 16
@@ -86,9 +87,8 @@ class Recorder:
         line: dict[str, float | None] = {"step": step, "life": self.life, "time": round(elapsed, 3)}
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._write(self._metrics, json.dumps(line, allow_nan=False))
-        if "reward/mean" in numbers:
-            self.curve.append((step, numbers["reward/mean"]))
         if training:
+            self.curve.append((step, numbers.get("reward/mean", math.nan)))
             self._screen.step(step, elapsed, numbers)
         else:
             values = ", ".join(f"{name} {value:.3f}" for name, value in sorted(numbers.items()))
@@ -127,10 +127,13 @@ class Recorder:
         """Write and show the closing summary, and close the files."""
         if not self._log.closed:
             text = self.summary()
-            self._write(self._log, text)
-            self._screen.close(text)
+            try:
+                self._write(self._log, text)
+            finally:
+                self._screen.close(text)
             for file in (self._metrics, self._episodes, self._log):
-                file.close()
+                with contextlib.suppress(OSError):  # a write that failed was told then, and fails once more here
+                    file.close()
 
     def __enter__(self) -> "Recorder":
         return self
@@ -146,8 +149,11 @@ class Recorder:
         return {"throughput/tokens_per_s": tokens / since} if tokens is not None and since > 0 else {}
 
     def _write(self, file: TextIO, line: str) -> None:
-        file.write(line + "\n")
-        file.flush()
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            raise RunError(f"{file.name} cannot be written: {error}; make room and go on with --resume") from error
 
 
 def step_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:

@@ -99,6 +99,14 @@ class Pacer:
         """How often an open slot was reopened; 0 once it is closed."""
         return self._redraws.get(slot, 0)
 
+    def has_ended(self, slot: int) -> bool:
+        """Whether a slot was trained or is void."""
+        return slot < self._all_closed_below or slot in self._closed_above
+
+    def awaits_task(self, slot: int) -> bool:
+        """Whether a slot was reopened and not acquired again."""
+        return slot in self._reopened
+
     async def acquire(self) -> int | None:
         """The next slot to start: the lowest reopened one, else the next in order once the bound allows it.
 
@@ -196,5 +204,5 @@ class Pacer:
         if not self._all_closed_below <= slot < self._next or slot in self._closed_above:
             state = "was never admitted" if slot >= self._next else "has ended before"
             raise ValueError(f"slot {slot} {state}; a slot ends exactly once")
-        if slot in self._reopened:
+        if self.awaits_task(slot):
             raise ValueError(f"slot {slot} was reopened and not acquired again; nobody can end it now")

@@ -241,8 +241,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     """Keys that contradict each other, whatever the model and the machine."""
     yield from _model_contradictions(config)
     sampling, rollout, train, sync = config.sampling, config.rollout, config.train, config.sync
-    age = sync.weight_sync_steps - 1
-    if age > rollout.max_staleness:
+    if (age := sync.weight_sync_steps - 1) > rollout.max_staleness:
         yield (
             f"sync.weight_sync_steps = {sync.weight_sync_steps} lets the samplers' weights grow "
             f"{sync.weight_sync_steps} - 1 = {age} steps old, more than rollout.max_staleness = "
@@ -268,6 +267,16 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         )
     if rollout.dynamic_sampling and rollout.max_redraws == 0:
         yield "rollout.dynamic_sampling = true needs rollout.max_redraws of at least 1: it is 0, so nothing is replaced"
+    if (train.advantage_estimator, train.scale_rewards) == ("dr_grpo", "group"):
+        yield (
+            'train.advantage_estimator = "dr_grpo" is grpo without the division that train.scale_rewards = "group" '
+            'asks for: set scale_rewards to "none" or "batch"'
+        )
+    if sync.mode == "drain" and sync.drain_timeout >= sync.timeout:
+        yield (
+            f"sync.drain_timeout = {sync.drain_timeout:g} s must be less than sync.timeout = {sync.timeout:g} s, which "
+            "a sampler has for draining and attesting together"
+        )
     functions, weights = len(config.reward.functions), len(config.reward.weights)
     if weights and weights != functions:
         yield f"reward.weights has {weights} entries and reward.functions {functions}: give one weight per function"
@@ -372,11 +381,11 @@ def _memory(config: RunConfig, model: ModelConfig, in_flight: int) -> Iterator[M
     yield Memory("parameters", parameters)
     moments = 0 if config.optimizer.name == "sgd" else 2
     yield Memory("optimizer moments", moments * parameters)
-    yield Memory("gradients", parameters)
+    yield Memory("gradients", count_parameters(model) * 4)  # float32, whatever the parameters are stored in
     if config.loss.beta > 0:
         yield Memory("reference model", parameters)
     yield Memory("copy while a checkpoint is saved", (1 + moments) * parameters)
-    yield Memory("sampler's copy, and the next one", 2 * parameters)
+    yield Memory("sampler's copy, and the next one", 2 * count_parameters(model) * _BYTES[config.model.compute_dtype])
     yield Memory("keys and values", kv * context * slots)
     # The pacer admits no more, so this bounds slots, channels and groups together.
     yield Memory("episodes, wherever they wait", in_flight * context * _ROW_BYTES_PER_TOKEN)

@@ -4,10 +4,12 @@ Knows names of metrics, not where they come from. Nothing here runs by itself: t
 something, so no thread is left behind that could keep a process alive.
 """
 
+import contextlib
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -53,10 +55,47 @@ def open_screen(total: int | None, done: int = 0, stream: TextIO | None = None) 
         done: steps that were taken before this start.
         stream: stderr when None.
     """
-    stream = stream or sys.stderr
+    stream = cast(TextIO, Unbreakable(stream or sys.stderr))
     if stream.isatty():
         return LiveScreen(Console(file=stream), total, done)
     return PlainScreen(lambda line: print(line, file=stream, flush=True), total, done)
+
+
+class Unbreakable:
+    """A stream that falls silent when its reader has gone: a closed pipe or terminal is no reason to end a run.
+
+    Args:
+        stream: the real one.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the real stream's."""
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, if somebody reads."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._fall_silent()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if somebody reads."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        # What is left in the buffer would fail again when the process ends, and change its exit code.
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 class Progress:
@@ -145,8 +184,8 @@ class PlainScreen:
         self._progress.step(step, elapsed, metrics)
         if elapsed - self._written >= self._interval or step == self._total:
             self._written = elapsed
-            values = " · ".join(f"{label} {value}" for label, value in self._progress.values())
-            self._write(f"{self._progress.position()} · {values} · {self._progress.timing()}")
+            values = [f"{label} {value}" for label, value in self._progress.values()]
+            self._write(" · ".join([self._progress.position(), *values, self._progress.timing()]))
 
     def update(self, elapsed: float, metrics: Mapping[str, float]) -> None:
         """Kept for the next line."""

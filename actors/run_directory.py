@@ -20,6 +20,7 @@ _FIXED = (
     "model.source",
     "model.scratch",
     "model.param_dtype",
+    "optimizer.name",
     "chat",
     "tasks",
     "run.seed",
@@ -53,17 +54,20 @@ class RunDirectory:
         """Start a new run here and take the lock.
 
         Raises:
-            ConfigError: there is a run here already, or another process is writing here.
+            ConfigError: there is a run here already, another process is writing here, or nothing can be written.
         """
-        self._refuse_contents()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.lock()
-        # Another process may have started a run between the look and the lock.
-        self._refuse_contents()
-        self._write_config(config)
+        try:
+            self._refuse_contents()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            # Another process may have started a run between the look and the lock.
+            self._refuse_contents()
+            self.keep(config)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot hold a run: {error}; choose another --run-dir") from error
 
     def resume(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Go on with the run that is here, and take the lock.
+        """Go on with the run that is here, and take the lock. `keep` the configuration once the start has succeeded.
 
         Returns:
             What the given configuration changes: the stored and the given value by dotted key.
@@ -83,8 +87,6 @@ class RunDirectory:
                 f"{self.path} cannot go on with this configuration, since these keys decide what its checkpoints and "
                 "its order of tasks mean:\n" + "\n".join(lines) + "\nput them back, or start another run (--run-dir)"
             )
-        if changes:
-            self._write_config(config)
         return changes
 
     def lives(self) -> int:
@@ -140,7 +142,8 @@ class RunDirectory:
                 f"{advice}choose another --run-dir, or delete it"
             )
 
-    def _write_config(self, config: RunConfig) -> None:
+    def keep(self, config: RunConfig) -> None:
+        """Write the configuration with which the run goes on."""
         # A reader, and a resume after a kill, sees the old file or the new one, never half of one.
         half = self.config.with_suffix(".toml.part")
         with half.open("w", encoding="utf-8") as file:

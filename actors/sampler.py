@@ -270,7 +270,8 @@ class Generator:
         self._requests = requests
         # Attempts of training and evaluation share draws and members: only a number of its own is unique.
         self._conversation = sampler.next_id()
-        self._seed = seed
+        self._seed = self._row_seed = seed
+        self._reached = self._rewrites = 0
         self._attempt_scope = attempt_scope
         self.failure: SamplerError | None = None
         self._digest = hashlib.blake2b(digest_size=16)
@@ -279,7 +280,16 @@ class Generator:
     async def __call__(
         self, tokens: NDArray[np.int32], *, max_tokens: int, stop: tuple[int, ...], sampling: Sampling
     ) -> Turn:
-        """One model call over the whole context; a caller that is cancelled takes its request back."""
+        """One model call over the whole context; a caller that is cancelled takes its request back.
+
+        A context that was rewritten comes to positions where tokens were drawn before: with the same seed an agent
+        that tries a turn again would get it word for word.
+        """
+        if len(tokens) < self._reached:
+            self._rewrites += 1
+            key = f"{self._seed}/{self._rewrites}".encode()
+            self._row_seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+            self._reached = 0
         request = Request(
             id=self._sampler.next_id(),
             conversation=self._conversation,
@@ -287,7 +297,7 @@ class Generator:
             max_tokens=max_tokens,
             sampling=sampling,
             stop=stop,
-            seed=self._seed,
+            seed=self._row_seed,
         )
         generate = Generate(request, Reply())
         started = trio.current_time()
@@ -295,6 +305,7 @@ class Generator:
             await self._requests.send(generate)
             turn = await generate.reply.wait()
             self._digest.update(turn.tokens.tobytes())
+            self._reached = len(tokens) + len(turn.tokens)
             return turn
         except SamplerError as error:
             self.failure = error

@@ -18,7 +18,7 @@ class SlotDraw(Struct, frozen=True, array_like=True):
 
     Attributes:
         slot: the place in the training order.
-        draw: the number of its task.
+        draw: the number of its task; -1 where its group was dropped and it was not given another one yet.
         redraws: how often it had been given another task.
     """
 
@@ -66,7 +66,7 @@ class Source:
         self._next_draw = resumed.next_draw if resumed else 0
         self._given: dict[int, int] = {open_.slot: open_.draw for open_ in resumed.open} if resumed else {}
         # Slots of the earlier life whose attempts have to be played again, with the draws they had.
-        self._again = dict(self._given)
+        self._again = {slot: draw for slot, draw in self._given.items() if draw >= 0}
         self._order: list[int] = sorted(self._given)
 
     def forget(self, first_slot: int) -> None:
@@ -77,9 +77,13 @@ class Source:
     def position(self, first_slot: int) -> SourcePosition:
         """What a checkpoint of the step that begins with `first_slot` has to keep."""
         self.forget(first_slot)
+        pacer = self._pacer
         return SourcePosition(
             next_draw=self._next_draw,
-            open=tuple(SlotDraw(slot, draw, self._pacer.redraws(slot)) for slot, draw in sorted(self._given.items())),
+            open=tuple(
+                SlotDraw(slot, -1 if pacer.awaits_task(slot) else draw, pacer.redraws(slot))
+                for slot, draw in sorted(self._given.items())
+            ),
         )
 
     async def run(self, outbox: Sender[Attempt], voids: Sender[Outcome]) -> None:

@@ -242,7 +242,8 @@ class _Supervision:
             self._fail(self._restart_limit(exited))
         else:
             self._of.restarts += 1
-            log.warning("restarting %r under %r: it %s", child.name, self._of.name, _how(exited))
+            log.warning("restarting %r under %r: it %s", child.name, self._of.name, _how(exited), exc_info=error)
+            _let_go(error)
             self._begin_recovery(self._group(slot), life)
 
     def _settle(self, slot: Slot) -> None:
@@ -352,6 +353,18 @@ def _leaf(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop the tracebacks, and with them all that the frames of a dead life hold.
+
+    An engine's cache must not lie beside that of the next one. Clearing the frames would not do: they keep their
+    functions, and those what they close over.
+    """
+    if error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        for other in (error.__cause__, error.__context__, *getattr(error, "exceptions", ())):
+            _let_go(other)
 
 
 def _brief(error: BaseException | None) -> str:

@@ -172,8 +172,14 @@ class Trainer:
             if len(hand) == self._pacer.size(self.step) and not self._is_short(hand):
                 await self._finish_step(hand, outbox)
                 hand = []
-        if hand and not self._drop_last and not self._stop.is_set():
-            await self._finish_step(hand, outbox)
+        if hand and not self._stop.is_set():
+            if self._drop_last:
+                self._recorder.note(
+                    f"the data ended with {len(hand)} of {self._pacer.groups_per_step} groups for step "
+                    f"{self.step + 1}; train.drop_last leaves them out"
+                )
+            else:
+                await self._finish_step(hand, outbox)
         if self.step > self._published:  # the last weights are evaluated, whatever weight_sync_steps is
             await self._publish(outbox)
 

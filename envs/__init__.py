@@ -4,7 +4,7 @@ from trouper.envs.agents import load_agent, model_agent, prompted_agent, tool_ag
 from trouper.envs.calls import CallParser, ParseError, ToolCall, hermes, parse_turn, plain
 from trouper.envs.chat import Chat, PlainChat, TemplateChat, load_chat
 from trouper.envs.conversation import Conversation, ConversationOver, ModelTurn, Sample
-from trouper.envs.dotted import load_object, made
+from trouper.envs.dotted import load_factory, load_object, made
 from trouper.envs.protocols import (
     Agent,
     Environment,
@@ -54,6 +54,7 @@ __all__ = [
     "inline",
     "load_agent",
     "load_chat",
+    "load_factory",
     "load_object",
     "load_rewards",
     "load_tasks",

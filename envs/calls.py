@@ -15,7 +15,8 @@ from trouper.channels import FinishReason
 
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
-_SPACE = re.compile(r"\s*")
+_SPACE, _NEWLINES = re.compile(r"\s*"), re.compile(r"\n*")
+_TAG, _CLOSING = re.compile(f"{_THINK}|{_END_THINK}|{_CALL}"), re.compile(_END_THINK)
 
 
 class ToolCall(Struct, frozen=True):
@@ -91,16 +92,34 @@ def parse_turn(
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str | None, str]:
-    """(thinking or None, the rest). Thinking that never closes takes everything that follows it."""
-    start = text.find(_THINK)
-    if opened or 0 <= text.find(_END_THINK) < (start if start >= 0 else len(text)):
-        before, inside = "", text.removeprefix(_THINK)
-    elif start >= 0:
-        before, inside = text[:start], text[start + len(_THINK) :]
-    else:
-        return None, text
-    reasoning, _, after = inside.partition(_END_THINK)
-    return reasoning.strip("\n"), before + after.lstrip("\n")
+    """(thinking or None, the rest). A turn may think more than once; all of its thinking is taken out.
+
+    Thinking that never closes takes everything that follows it. A closing tag without an opening one makes thinking of
+    what stands before it, back to the last thinking: in doubt nothing is executed. Tags inside a readable tool call
+    are text of its arguments.
+    """
+    said: list[str] = []
+    thought: list[str] = []
+    at = len(_THINK) if opened and text.startswith(_THINK) else 0
+    inside = opened
+    while True:
+        tag = _CLOSING.search(text, at) if inside else _next_tag(text, at)
+        (thought if inside or (tag and tag[0] == _END_THINK) else said).append(text[at : tag.start() if tag else None])
+        if tag is None:
+            break
+        inside = tag[0] == _THINK
+        at = tag.end() if inside else _end(_NEWLINES, text, tag.end())
+    return "\n".join(part.strip("\n") for part in thought) if thought else None, "".join(said)
+
+
+def _next_tag(text: str, at: int) -> re.Match[str] | None:
+    """The next tag of thinking outside the tool calls that can be read."""
+    while tag := _TAG.search(text, at):
+        if tag[0] != _CALL:
+            return tag
+        _, problem, end = _block(text, tag.end())
+        at = tag.end() if problem else end
+    return None
 
 
 def hermes(*, strict: bool = False) -> CallParser:

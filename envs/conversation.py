@@ -102,6 +102,7 @@ class Conversation:
         self._row = _GrowingRow(sampling)
         self._finish: FinishReason = "stop"
         self._over: Literal["max_turns", "context_overflow"] | None = None
+        self._speaking = False
         self.metrics: dict[str, float] = {}
         self.tools: tuple[Tool, ...] = ()
         self.turns = 0
@@ -166,7 +167,10 @@ class Conversation:
         Raises:
             ConversationOver: no turn or no room in the context is left; nothing was asked of the sampler.
             SamplerError: the sampler's answer breaks the request.
+            RuntimeError: another turn is being sampled; a row can go on in one way only.
         """
+        if self._speaking:
+            raise RuntimeError("generate was called while it runs; a conversation has one turn at a time, so await it")
         if self.turns >= self._max_turns:
             self._end("max_turns", f"all {self._max_turns} turns are used (max_turns)")
         given = self._given()
@@ -178,7 +182,11 @@ class Conversation:
         # Nothing is appended before the answer is there: a request that is cut short leaves the row as it was.
         tokens = np.concatenate([self._row.tokens, given])
         limit = min(self._max_response_tokens, self._max_context - used)
-        turn = await self._sample(tokens, max_tokens=limit, stop=self._chat.stop_ids, sampling=self._sampling)
+        self._speaking = True
+        try:
+            turn = await self._sample(tokens, max_tokens=limit, stop=self._chat.stop_ids, sampling=self._sampling)
+        finally:
+            self._speaking = False
         _check(turn, limit)
         self._row.grow(tokens, turn, len(self._messages))
         self._finish = turn.finish

@@ -2,8 +2,10 @@
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from trouper.channels import ConfigError
@@ -43,16 +45,31 @@ def load_object(name: str) -> Any:
     return value
 
 
-def made(name: str, arguments: dict[str, Any]) -> Any:
-    """What the factory called `name` returns for `arguments`.
+def load_factory(name: str | Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+    """A factory by name, or itself, once it is known to take `arguments`; it is not called.
 
     Raises:
         ConfigError: it cannot be found or called, or does not take these arguments.
     """
-    factory = load_object(name)
+    factory = load_object(name) if isinstance(name, str) else name
     if not callable(factory):
         raise ConfigError(f"{name!r} is a {type(factory).__name__}, which cannot be called with arguments")
     try:
-        return factory(**arguments)
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some builtins have none
+        return factory
+    try:
+        signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"{name!r} cannot be made with {sorted(arguments)}: {error}") from error
+        given = ", ".join(sorted(arguments)) or "no arguments"
+        raise ConfigError(f"{name!r} cannot be made with {given}: {error}; it takes {signature}") from None
+    return factory
+
+
+def made(name: str, arguments: dict[str, Any]) -> Any:
+    """What the factory called `name` returns for `arguments`; what it raises is its own affair.
+
+    Raises:
+        ConfigError: it cannot be found or called, or does not take these arguments.
+    """
+    return load_factory(name, arguments)(**arguments)

@@ -69,7 +69,17 @@ class Rewards:
                 ) from error
             parts[name] = checked_reward(name, value)
         given = [weight * part for weight, part in zip(self._weights, parts.values(), strict=True) if part is not None]
-        return Score(math.fsum(given) if given else None, parts)
+        return Score(_sum(given) if given else None, parts)
+
+
+def _sum(parts: Sequence[float]) -> float:
+    try:
+        total = math.fsum(parts)
+    except (OverflowError, ValueError):  # too large in between, or infinities of both signs
+        total = math.inf
+    if not math.isfinite(total):
+        raise RewardError(f"the weighted sum of {list(parts)} is no finite number; give smaller rewards or weights")
+    return total
 
 
 def checked_reward(name: str, value: Any) -> float | None:
@@ -89,11 +99,11 @@ def checked_reward(name: str, value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -> Rewards:
+def load_rewards(names: Sequence[str | Callable[..., Any]], weights: Sequence[float] | None = None) -> Rewards:
     """Reward functions by dotted name.
 
     Args:
-        names: `module:function` each.
+        names: `module:function` each, or a function itself.
         weights: one per name; 1 each when left out.
 
     Raises:
@@ -104,10 +114,10 @@ def load_rewards(names: Sequence[str], weights: Sequence[float] | None = None) -
         raise ConfigError(f"{len(names)} reward functions were given {len(weights)} weights; give one per function")
     functions: dict[str, Callable[..., Any]] = {}
     for name in names:
-        function = load_object(name)
+        function = load_object(name) if isinstance(name, str) else name
         if not callable(function):
             raise ConfigError(f"reward function {name!r} is a {type(function).__name__} and cannot be called")
-        short = name.partition(":")[2]
+        short = name.partition(":")[2] if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
         if short in functions:
             raise ConfigError(f"two reward functions are called {short!r}; their metrics would be mixed: rename one")
         functions[short] = function

@@ -21,7 +21,7 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True):
         b2: decay of the second moment.
         eps: added to the root of the second moment.
         weight_decay: `adamw` only, per unit of learning rate; matrices decay, biases and norms do not.
-        max_grad_norm: gradients above this global norm are scaled down to it; None leaves them.
+        max_grad_norm: gradients above this global norm are scaled down to it; 0 leaves them as they are.
     """
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -34,7 +34,7 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True):
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0:
@@ -53,8 +53,8 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True):
                 f'weight_decay = {self.weight_decay} with name = "{self.name}"; only adamw decays weights: '
                 "use it, or set weight_decay to 0"
             )
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm = {self.max_grad_norm}; it must be above 0, or left out")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm = {self.max_grad_norm}; it must be 0, which is off, or more")
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
@@ -92,6 +92,5 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         rule = optax.adamw(
             schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=matrices
         )
-    if config.max_grad_norm is None:
-        return rule
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    return optax.chain(clip, rule)  # in one form, so that a resumed run may change or drop the limit

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.config import RunConfig
+from trouper.actors.config import RunConfig, Train
 from trouper.actors.config_file import _ELSEWHERE, dump_config, flatten, key_paths, load_config, parse_config
 from trouper.channels import ConfigError
 from trouper.learner.optimizer import OptimizerConfig
@@ -266,7 +266,7 @@ class TestWriting:
         config = RunConfig(
             tasks=parse_config(MINIMAL).tasks,
             model=parse_config(MINIMAL).model,
-            optimizer=OptimizerConfig(max_grad_norm=None),
+            train=Train(groups_per_step=None),
         )
-        with pytest.raises(ConfigError, match=r"optimizer\.max_grad_norm = None cannot be written"):
+        with pytest.raises(ConfigError, match=r"train\.groups_per_step = None cannot be written"):
             dump_config(config)

@@ -147,7 +147,7 @@ def impossible() -> Any:
         ({"environment": partial(Fails, "step", broken)}, "env_error", "step: ValueError: env 42"),
         ({"environment": partial(Fails, "reward", broken)}, "env_error", "score: ValueError: env 42"),
         ({"environment": partial(Fails, "step", trio.sleep_forever)}, "env_timeout", "step took longer than"),
-        ({"environment": impossible}, "env_error", "prepare: ConnectionError: no room"),
+        ({"environment": impossible}, "env_error", "create: ConnectionError: no room"),
         ({"environment": calm, "engine": Refusing}, "sampler_error", "the context is too long by far"),
     ],
 )

@@ -33,6 +33,8 @@ async def grouped(
             for outcome in outcomes:
                 if outcome == "seal":
                     pacer.seal(None)
+                elif outcome == "acquire":
+                    await pacer.acquire()
                 else:
                     await sender.send(outcome)
     receiver = outbox.receiver()
@@ -77,6 +79,18 @@ async def test_a_duplicate_is_refused_and_counted(autojump_clock, episode) -> No
     )
     assert groups[0].episodes[0] is first
     assert grouper.counts == {"duplicates": 2}
+
+
+async def test_a_duplicate_that_comes_after_its_group_is_refused_too(autojump_clock, episode) -> None:
+    def group(draw: int, *rewards: float) -> list[Any]:
+        return [episode(0, member, reward, draw=draw) for member, reward in enumerate(rewards)]
+
+    first, second = group(0, 1.0, 1.0), group(1, 1.0, 0.0)
+    arrivals = [*first, first[0], "acquire", first[1], second[0], first[0], second[1], second[1]]
+    groups, grouper, _ = await grouped(arrivals, slots=1, members=2, redraws=1, dynamic_sampling=True)
+    assert [group.episodes for group in groups] == [tuple(second)]
+    assert grouper.counts == {"dropped/no_signal": 1, "duplicates": 4}
+    assert grouper.open_groups == 0
 
 
 async def test_a_group_shrinks_and_the_lost_member_counts_for_nothing(autojump_clock, episode) -> None:

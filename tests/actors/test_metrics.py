@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from trouper.actors.metrics import Recorder, read_metrics, step_metrics
 from trouper.actors.progress import PlainScreen
 from trouper.actors.run_directory import RunDirectory
-from trouper.channels import Attempt, Episode, Group, Message, Row, Task
+from trouper.channels import Attempt, Episode, Group, Message, Row, RunError, Task
 
 
 class Clock:
@@ -136,6 +137,21 @@ class TestRecorder:
             recorder.record(1, {"reward/mean": 0.25})
             assert lines(run.metrics) == [{"step": 1, "life": 2, "time": 1.5, "reward/mean": 0.25}]
             assert recorder.curve == [(1, 0.25)]
+
+    def test_a_step_that_nobody_could_judge_is_a_step_of_the_summary(self, run, recorder_of):
+        with recorder_of() as recorder:
+            recorder.record(1, {"reward/unscored": 4})
+            assert recorder.summary().startswith("1 step in")
+
+    def test_a_full_disk_is_named(self, run, recorder_of):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        with recorder_of() as recorder:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            try:
+                with pytest.raises(RunError, match=r"metrics.jsonl cannot be written: .*--resume"):
+                    recorder.record(1, {})
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def test_numbers_that_are_not_finite_are_null(self, run, recorder_of):
         with recorder_of() as recorder:

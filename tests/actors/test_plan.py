@@ -56,6 +56,11 @@ def test_the_defaults_can_run():
         ({"model": Model(scratch=SHAPE)}, r'chat.format = "auto" needs a tokenizer.*\[model.scratch\] has none'),
         ({"chat": {"format": "plain"}}, "needs chat.alphabet"),
         ({"chat": {"format": "plain", "alphabet": "01"}}, "needs chat.stop"),
+        ({"train": {"advantage_estimator": "dr_grpo"}}, 'scale_rewards to "none" or "batch"'),
+        (
+            {"sync": {"mode": "drain", "drain_timeout": 300.0}},
+            "drain_timeout = 300 s must be less than sync.timeout = 300 s",
+        ),
         ({"chat": {"alphabet": "01"}}, 'chat.alphabet belongs to chat.format = "plain"'),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9 would change nothing: .* evaluation is off"),
         ({"sampling": {"top_k": 20}}, "sampling.top_k = 20 would change nothing"),

@@ -1,5 +1,6 @@
 import io
 import math
+import os
 import threading
 
 import pytest
@@ -27,6 +28,10 @@ class TestPlain:
         screen.step(2, 20.0, {"reward/mean": 0.5, "throughput/tokens_per_s": 123.4, "kl": 1.0, "grad_norm": math.nan})
         assert printed == ["step 2/10 · reward 0.500 · tok/s 123 · 20.0 s, 1 min 20 s left"]
 
+    def test_nothing_known_leaves_no_gap(self, printed):
+        PlainScreen(printed.append, total=None).step(2, 20.0, {})
+        assert printed == ["step 2 · 20.0 s"]
+
     def test_lines_are_sparse_but_the_last_step_is_always_there(self, printed):
         screen = PlainScreen(printed.append, total=100, interval=5.0)
         for step in range(1, 101):
@@ -48,6 +53,19 @@ class TestPlain:
         screen = PlainScreen(printed.append, total=None)
         screen.step(1, 10.0, {})
         assert "left" not in printed[0]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_reader_that_goes_away_ends_nothing(terminal):
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = open(writing, "w")  # noqa: SIM115  # closed below, which must not fail either
+    stream.isatty = lambda: terminal
+    screen = open_screen(2, stream=stream)
+    screen.note("hello")
+    screen.step(2, 1.0, {})
+    screen.close("done")
+    stream.close()
 
 
 class TestLive:

@@ -8,6 +8,7 @@ from trouper.actors.config import Model, RunConfig, Tasks, Train
 from trouper.actors.config_file import load_config
 from trouper.actors.run_directory import RunDirectory, differences
 from trouper.channels import ConfigError
+from trouper.learner.optimizer import OptimizerConfig
 
 CONFIG = RunConfig(tasks=Tasks(source="tasks.jsonl", arguments={"low": 1}), model=Model(source="some/model"))
 
@@ -45,6 +46,11 @@ def test_a_file_is_no_place(path):
         run.create(CONFIG)
 
 
+def test_a_place_that_cannot_be_written_is_refused_with_the_reason():
+    with RunDirectory("/dev/null/run") as run, pytest.raises(ConfigError, match=r"cannot hold a run: .*--run-dir"):
+        run.create(CONFIG)
+
+
 def test_a_start_that_wrote_nothing_can_be_repeated(path):
     path.mkdir(parents=True)
     (path / "lock").touch()
@@ -64,12 +70,14 @@ class TestResume:
             run.resume(CONFIG)
         assert not path.exists()
 
-    def test_what_may_change_is_told_and_kept(self, path):
+    def test_what_may_change_is_told_and_kept_when_asked(self, path):
         with RunDirectory(path) as run:
             run.create(CONFIG)
         longer = replace(CONFIG, train=Train(max_steps=100))
         with RunDirectory(path) as run:
             assert run.resume(longer) == {"train.max_steps": (None, 100)}
+            assert load_config(run.config) == CONFIG  # the start may still fail
+            run.keep(longer)
             assert load_config(run.config) == longer
 
     def test_what_may_not_change_is_refused_by_name(self, path):
@@ -80,6 +88,7 @@ class TestResume:
             tasks=replace(CONFIG.tasks, arguments={"low": 2}),
             train=Train(max_steps=100, groups_per_step=4),
             run=replace(CONFIG.run, seed=1),
+            optimizer=OptimizerConfig(name="sgd"),
         )
         with RunDirectory(path) as run, pytest.raises(ConfigError) as caught:
             run.resume(other)
@@ -87,6 +96,7 @@ class TestResume:
         assert "tasks.arguments: the run has {'low': 1}, given is {'low': 2}" in message
         assert "train.groups_per_step: the run has 8, given is 4" in message
         assert "run.seed: the run has 0, given is 1" in message
+        assert "optimizer.name: the run has 'adamw', given is 'sgd'" in message
         assert "max_steps" not in message
         assert load_config(path / "config.toml") == CONFIG
 

@@ -93,6 +93,26 @@ async def test_answers_are_the_engines_and_have_a_digest(autojump_clock) -> None
     assert bench.sampler.sampled_tokens == sum(len(turn.tokens) for turn in turns)
 
 
+async def test_a_turn_tried_again_is_drawn_anew_and_a_conversation_that_goes_on_keeps_its_seed(autojump_clock) -> None:
+    bench = Bench()
+    lives: list[list[list[int]]] = []
+
+    async def scene() -> None:
+        with bench.requests.sender() as sender:
+            generator = Generator(bench.sampler, sender, 7, trio.CancelScope())
+            contexts = [CONTEXT, np.arange(8, dtype=np.int32), CONTEXT, CONTEXT, np.arange(8, dtype=np.int32)]
+            turns = [await generator(c, max_tokens=5, stop=(), sampling=Sampling()) for c in contexts]
+            generator.close()
+        lives.append([turn.tokens.tolist() for turn in turns])
+
+    await bench(scene, scene)
+    assert lives[0] == lives[1]  # a replayed attempt gives the same tokens
+    first, second, again, once_more, _ = lives[0]
+    engine = SimulatedEngine(weights(0))
+    assert first + second == [engine.token(7, position) for position in range(3, 13)]
+    assert len({tuple(turn) for turn in (first, again, once_more)}) == 3
+
+
 async def test_more_requests_than_anything_holds_are_all_answered(autojump_clock) -> None:
     bench, answered = Bench(slots=2, max_waiting=1), []
 

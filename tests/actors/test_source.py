@@ -125,6 +125,27 @@ async def test_a_resumed_source_gives_open_slots_what_they_had(autojump_clock, s
     assert dict(drawn.ended) == {2: 3, 3: 8, 4: 9, 5: 10}  # slot 3 had no redraw left
 
 
+async def test_a_position_remembers_redraws_and_which_slot_awaits_its_next_task(autojump_clock, stream) -> None:
+    pacer = Pacer(3, 0, 1, 1, 1)
+    source = Source(stream(), pacer, num_generations=1, run_seed=5)
+    tasks, voids = Channel[Attempt]("tasks", Attempt, 0), Channel[Outcome]("episodes", Outcome, 0)
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(source.run, tasks.sender(), voids.sender())
+            inbox = tasks.receiver()
+            for _ in range(3):
+                await inbox.receive()
+            pacer.reopen(0)
+            assert (await inbox.receive()).draw == 3
+            pacer.reopen(1)  # its next task has not been asked for when the position is taken
+            position = source.position(first_slot=0)
+            scope.cancel()
+    assert position == SourcePosition(4, (SlotDraw(0, 3, 1), SlotDraw(1, -1, 1), SlotDraw(2, 2, 0)))
+    resumed = Drawing(stream(), steps=1, redraws=1, per_step=3, resumed=position, drop={0: 9, 1: 9, 2: 9})
+    drawn = await resumed()
+    assert dict(drawn.ended) == {0: 3, 1: 4, 2: 5}  # only slot 2 had a redraw left
+
+
 @pytest.mark.parametrize("seed", range(30))
 async def test_stopped_anywhere_and_resumed_no_slot_is_skipped_or_doubled(autojump_clock, stream, seed) -> None:
     random = Random(seed)

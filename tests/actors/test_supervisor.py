@@ -1,4 +1,6 @@
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +11,7 @@ from trio.testing import MockClock
 
 from trouper.actors.backoff import Backoff
 from trouper.actors.supervisor import ALWAYS, NEVER, ON_ERROR, Child, Restart, Strategy, Supervisor
+from trouper.actors.supervisor import log as supervisor_log
 from trouper.channels import Exited, RestartLimit, StartError
 
 Status = Any
@@ -71,6 +74,42 @@ async def until_stopped(supervisor: Supervisor, seconds: float) -> None:
         nursery.start_soon(supervisor.run, stop)
         await trio.sleep(seconds)
         stop.set()
+
+
+async def test_a_new_life_finds_nothing_of_the_last_one_in_memory(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_log, "disabled", True)  # pytest keeps log records, and with them tracebacks
+
+    class Cache:
+        pass
+
+    made: list[weakref.ref[Cache]] = []
+
+    async def run(*, task_status: Status) -> None:
+        gc.collect()
+        assert not any(cache() for cache in made)
+        cache = Cache()
+        made.append(weakref.ref(cache))
+        task_status.started()
+
+        def device_call() -> None:
+            try:
+                raise KeyError(str(cache))
+            except KeyError:
+                raise ValueError("the device is gone")  # noqa: B904  # an error may come with any context
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            if len(made) < 3:
+                device_call()
+            nursery.cancel_scope.cancel()
+
+    def child(stop: trio.Event, *, task_status: Status) -> Any:
+        return run(task_status=task_status)
+
+    await Supervisor("test", [Child("sampler", child, ON_ERROR)]).run()
+    assert len(made) == 3
 
 
 # Order ---------------------------------------------------------------------------------------------------------

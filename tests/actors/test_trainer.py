@@ -82,6 +82,7 @@ async def test_when_data_ends_a_short_last_step_is_trained_or_left_out(
     assert played.run.trainer.step == steps
     assert sorted(slot for step, slot, _ in played.draws if step == steps - 1) == last
     assert played.checkpoints.latest() == steps
+    assert drop_last == any("1 of 2 groups for step 3; train.drop_last" in note for note in played.screen.notes)
 
 
 async def test_when_the_last_task_is_lost_nobody_waits_for_a_step_that_cannot_fill(

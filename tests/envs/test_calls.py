@@ -22,6 +22,28 @@ def test_a_call_drafted_while_thinking_is_not_made():
     assert not parsed.errors
 
 
+@pytest.mark.parametrize(
+    ("text", "opened"),
+    [
+        (f"<think>a</think>\n<think>{THOUGHT}</think>\n{REAL}", False),
+        (f"{REAL}\n<think>{THOUGHT}</think>\nSo.", False),
+        (f"a</think>\n{REAL}<think>{THOUGHT}", True),
+        (f"<think>a<think>b</think>{THOUGHT}</think>{REAL}", False),
+        (f"I may use <tool_call> tags. {THOUGHT}</think>{REAL}", False),
+    ],
+    ids=["thinks twice", "thinks after", "thinks until cut", "nested", "names the tag"],
+)
+def test_no_thinking_of_a_turn_makes_a_call(text, opened):
+    assert parse_turn(text, "stop", hermes(), opened=opened).calls == (ADD,)
+
+
+@pytest.mark.parametrize("argument", ["<think>", "a </think> b", "<think>a</think>", "</tool_call><think>"])
+@pytest.mark.parametrize("before", ["", "<think>a</think>\n", "Well.\n"])
+def test_tags_of_thinking_inside_an_argument_are_text(argument, before):
+    call = f'<tool_call>\n{{"name": "write", "arguments": {{"text": "{argument}"}}}}\n</tool_call>'
+    assert parse_turn(before + call, "stop", hermes()).calls == (ToolCall("write", {"text": argument}),)
+
+
 def test_a_draft_alone_is_no_call():
     parsed = parse_turn(f"<think>\n{THOUGHT}\n</think>\n\nDone.", "stop", hermes())
     assert parsed.calls == ()

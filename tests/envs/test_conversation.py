@@ -274,6 +274,29 @@ async def test_a_request_that_is_cut_short_leaves_the_row_as_it_was(chatml, spea
     assert talk.turns == 1
 
 
+async def test_two_turns_at_once_are_refused_and_the_row_stays_whole(chatml, speak, conversation, autojump_clock):
+    script = speak("It is 5.", "It is 6.")
+
+    async def sample(tokens, **limits):
+        await trio.sleep(1)
+        return await script(tokens, **limits)
+
+    talk = conversation(chatml, sample)
+    talk.user("Add 2 and 3")
+
+    async def interrupt():
+        await trio.sleep(0.5)
+        with pytest.raises(RuntimeError, match="one turn at a time"):
+            await talk.generate()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk.generate)
+        nursery.start_soon(interrupt)
+    assert (await talk.generate()).text == "It is 6."
+    (row,) = talk.rows()
+    assert chatml.decode(row.tokens[row.loss_mask]) == "It is 5.<|im_end|>It is 6.<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("count", "logprobs", "message"),
     [

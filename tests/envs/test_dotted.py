@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from trouper.channels import ConfigError
-from trouper.envs import load_object, made
+from trouper.envs import load_factory, load_object, made
 from trouper.envs.guess import Guess
 
 
@@ -19,6 +19,19 @@ def test_objects_by_name():
     assert load_object("trouper.envs.guess:Guess") is Guess
     assert load_object("trouper.envs.guess:Guess.step") is Guess.step
     assert isinstance(made("trouper.envs.guess:Guess", {}), Guess)
+
+
+def test_a_factory_is_known_to_take_its_arguments_without_being_called():
+    class Fragile:
+        def __init__(self, size=1):
+            raise TypeError("inside")
+
+    assert load_factory(Fragile, {"size": 2}) is Fragile
+    with pytest.raises(ConfigError, match=r"cannot be made with colour, size: .*'colour'; it takes \(size=1\)"):
+        load_factory(Fragile, {"size": 2, "colour": 3})
+    with pytest.raises(ConfigError, match="is a int, which cannot be called"):
+        load_factory(3, {})
+    assert made("collections:deque", {"maxlen": 3}).maxlen == 3
 
 
 @pytest.mark.usefixtures("here")

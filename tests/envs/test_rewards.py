@@ -66,6 +66,24 @@ async def test_a_function_that_raises_is_named():
         await Rewards({"broken": broken}, (1.0,)).score(TASK, TALK)
 
 
+@pytest.mark.parametrize("values", [(1.7e308, 1.7e308), (1.7e308, 1.7e308, -1.7e308)])
+async def test_a_sum_too_large_for_a_number_is_no_reward(values):
+    functions = {str(index): lambda *_, value=value: value for index, value in enumerate(values)}
+    with pytest.raises(RewardError, match=r"weighted sum .* give smaller rewards or weights"):
+        await Rewards(functions, (10.0,) * len(values)).score(TASK, TALK)
+
+
+async def test_functions_may_be_given_as_they_are():
+    def near(task, messages, text):
+        return 0.5
+
+    assert (await load_rewards([near]).score(TASK, TALK)).parts == {"near": 0.5}
+    with pytest.raises(ConfigError, match="two reward functions are called '<lambda>'"):
+        load_rewards([lambda *_: 1.0, lambda *_: 2.0])
+    with pytest.raises(ConfigError, match="reward function 3 is a int"):
+        load_rewards([3])
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A user's file in the current directory."""

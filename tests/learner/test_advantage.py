@@ -35,7 +35,9 @@ def test_two_reward_functions_are_normalised_apart_and_added():
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
-@pytest.mark.parametrize("rewards", [[0.7], list(np.full(7, 0.3, np.float32)), [None, 1.0, None, None], [], [None] * 3])
+@pytest.mark.parametrize(
+    "rewards", [[0.7], list(np.full(7, 0.3, np.float32)), [0.1, 0.1, 0.1], [None, 1.0, None, None], [], [None] * 3]
+)
 def test_no_contrast_gives_exactly_zero(estimator, rewards):
     advantages = group_advantages(rewards, estimator=estimator)
     assert advantages.dtype == np.float32

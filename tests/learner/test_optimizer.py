@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -44,10 +45,16 @@ def test_adamw_is_the_published_rule_and_decays_matrices_only():
 
 
 def test_sgd_without_clipping_takes_the_gradient_as_it_is():
-    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=2.0, max_grad_norm=None))
+    optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=2.0, max_grad_norm=0))
     params = [jnp.zeros(3)]
     updates, _ = optimizer.update([jnp.full(3, 100.0)], optimizer.init(params), params)
     np.testing.assert_array_equal(updates[0], np.full(3, -200.0))
+
+
+def test_the_state_of_a_run_that_drops_clipping_still_fits():
+    params = [jnp.zeros(3)]
+    with_limit, without = (make_optimizer(OptimizerConfig(max_grad_norm=limit)).init(params) for limit in (1.0, 0.0))
+    assert jax.tree.structure(with_limit) == jax.tree.structure(without)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def test_sgd_without_clipping_takes_the_gradient_as_it_is():
         {"schedule": "cosine", "warmup_steps": 5, "decay_steps": 5},
         {"end_fraction": 2.0},
         {"name": "adam", "weight_decay": 0.1},
-        {"max_grad_norm": 0.0},
+        {"max_grad_norm": -1.0},
     ],
 )
 def test_wrong_settings_are_refused(wrong):

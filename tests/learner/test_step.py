@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from trouper.channels import CheckpointError, ConfigError, NumericsError
 from trouper.learner.advantage import group_advantages
@@ -15,7 +17,7 @@ from trouper.learner.learner import Learner
 from trouper.learner.loss import LossConfig, kl_estimate
 from trouper.learner.optimizer import OptimizerConfig
 
-PLAIN = OptimizerConfig(name="sgd", learning_rate=1.0, max_grad_norm=None)
+PLAIN = OptimizerConfig(name="sgd", learning_rate=1.0, max_grad_norm=0)
 """After a step with this, the parameters have moved by the gradient."""
 
 BATCH = BatchConfig(row_tokens=64, micro_batch_size=2)
@@ -118,6 +120,45 @@ def test_no_layout_and_no_cut_changes_loss_or_gradient(make_decoder, random_grou
         learner = make_learner(decoder, loss=config, batch=batch, reference=jax.tree.leaves(nnx.state(reference)))
         loss, found, _ = gradient_of(learner, cut)
         assert loss == pytest.approx(expected, rel=1e-5)
+        assert np.linalg.norm(found - gradient) <= 1e-5 * np.linalg.norm(gradient)
+
+
+@pytest.fixture
+def one_step_of(make_decoder):
+    """`one_step_of(layout, mode, cuts)`: loss and gradient of one step, the learners kept compiled."""
+    kept = {}
+
+    def step(layout, mode, cuts):
+        if (layout, mode) not in kept:
+            learner = make_learner(make_decoder(), loss=LossConfig(loss_agg_mode=mode), batch=LAYOUTS[layout])
+            kept[layout, mode] = learner, jax.tree.map(np.array, learner.state_tree())
+        learner, start = kept[layout, mode]
+        learner.load_state_tree(start)
+        return gradient_of(learner, cuts)
+
+    return step
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    seed=st.integers(0, 3),
+    layout=st.sampled_from([0, 1, 3]),
+    mode=st.sampled_from(["token-mean", "seq-mean-token-mean"]),
+)
+def test_random_cuts_and_windows_give_each_step_its_own_gradient(one_step_of, random_groups, data, seed, layout, mode):
+    """Four groups in any order, in one step or in two of two: a step divides by what it holds, not by the whole."""
+    order = data.draw(st.permutations(random_groups(seed, 4)))
+    for window in data.draw(st.sampled_from([[order], [order[:2], order[2:]], [order[:3], order[3:]]])):
+        cuts = []
+        for group in window:
+            if cuts and data.draw(st.booleans()):
+                cuts[-1].append(group)
+            else:
+                cuts.append([group])
+        loss, found, _ = one_step_of(layout, mode, cuts)
+        expected, gradient, _ = one_step_of(0, mode, [sorted(window, key=lambda group: group.slot)])
+        assert loss == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert np.linalg.norm(found - gradient) <= 1e-5 * np.linalg.norm(gradient)
 
 

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,12 +118,46 @@ class TestDryRun:
         [
             ("reward.functions=['trouper.envs.guess:no_such']", "no_such"),
             ("environment.name=trouper.envs.guess:Gess", "did you mean 'Guess'"),
-            ("tasks.source=nowhere.jsonl", "tasks.source = nowhere.jsonl: there is no such file"),
+            ("tasks.source=nowhere.jsonl", "tasks cannot be read from nowhere.jsonl"),
+            ("tasks.source=bad.jsonl", "bad.jsonl, line 2: not JSON"),
+            ("environment.arguments={size=3}", "'trouper.envs.guess:Guess' cannot be made with size"),
+            ("chat.stop=x", "x"),
+            ("tasks.epochs=2", "epochs and shuffle are for .jsonl files"),
+            ("tasks.arguments={split='test'}", "'trouper.envs.guess:guess_tasks' cannot be made with split"),
+            ("agent.arguments={x=1}", "takes no arguments, but was given ['x']"),
         ],
     )
     def test_names_are_looked_up(self, config, override, said, capsys):
+        Path("bad.jsonl").write_text('{"prompt": "1"}\n{"prompt"\n')
         assert main(["train", config, "--dry-run", override]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mine:Worlt", "trouper.envs.single_turn:SingleTurn"])
+def test_an_environment_that_cannot_be_made_as_asked_is_found_before_anything_starts(config, name, capsys):
+    Path("mine.py").write_text("class World:\n    pass\n")
+    assert main(["train", config, f"environment.name={name}", "environment.arguments={size=3}"]) == 2
+    said = {"mine:Worlt": "did you mean 'World'", "trouper.envs.single_turn:SingleTurn": "it takes (field: str"}[name]
+    assert said in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_ends_the_process_whatever_they_swallow(config, tmp_path, number):
+    (tmp_path / "slow.py").write_text(
+        "print('importing', flush=True)\ntry:\n    import time; time.sleep(100)\nexcept BaseException: pass\n"
+    )
+    code = (
+        "import sys; from trouper.actors import cli, config_file\n"
+        "def load(*_): import slow\n"
+        "config_file.load_config = load; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "train", config], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
 
 
 def test_the_graph_is_printed_alone(config, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from trouper.actors.metrics import read_metrics
 
@@ -169,6 +171,26 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(folder, uninterrupted):
         process.wait()
     finish(folder, run, "--resume")
     assert trained(run) == uninterrupted
+
+
+@pytest.mark.slow
+def test_on_policy_a_stopped_run_ends_with_the_same_parameters(folder):
+    from trouper.actors.launch import export
+
+    def model(run):
+        export(run, folder / f"{run.name}-model")
+        return load_file(folder / f"{run.name}-model" / "model.safetensors")
+
+    on_policy = ["rollout.max_staleness=0", "train.scale_rewards=batch", "optimizer.learning_rate=1e-3"]
+    whole, halves = folder / "on-policy", folder / "in-two-halves"
+    finish(folder, whole, *on_policy, "train.max_steps=8")
+    finish(folder, halves, *on_policy, "train.max_steps=4")
+    half = model(halves)
+    shutil.rmtree(folder / "in-two-halves-model")
+    finish(folder, halves, *on_policy, "train.max_steps=8", "--resume")
+    expected, found = model(whole), model(halves)
+    assert max(abs(expected[name] - half[name]).max() for name in expected) > 1e-4
+    assert max(abs(expected[name] - found[name]).max() for name in expected) <= 1e-6
 
 
 @pytest.mark.slow
