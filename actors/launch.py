@@ -307,6 +307,7 @@ async def run(
         standard = StandardRun(
             config, world, learner, publish, make_engine, recorder, checkpoints, first, resumed, wire
         )
+        del params, first  # else the first weights would stay in memory to the end
         stopped_by = await attend(standard.graph)
         if stopped_by is not None:
             recorder.note(f"stopped by {stopped_by.name} after step {standard.trainer.step}; --resume goes on")
@@ -341,7 +342,7 @@ def draw(config: RunConfig) -> str:
         rewards=nothing,
     )
     weights = Weights(life=0, step=0, params=nothing, checksum=0)
-    recorder: Any = SimpleNamespace(note=nothing)
+    recorder: Any = SimpleNamespace(log=nothing)
     return StandardRun(config, world, nothing, nothing, nothing, recorder, nothing, weights).graph.mermaid()
 
 

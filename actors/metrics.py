@@ -60,8 +60,8 @@ class Recorder:
         self._seconds: dict[str, float] = defaultdict(float)
         self._metrics = _append_to(run.metrics)
         self._episodes = _append_to(run.episodes)
-        self._log = _append_to(run.log)
-        self._write(self._log, f"{LIFE_LINE}{life}")
+        self._log_file = _append_to(run.log)
+        self._write(self._log_file, f"{LIFE_LINE}{life}")
 
     @property
     def elapsed(self) -> float:
@@ -115,9 +115,13 @@ class Recorder:
             self._write(self._episodes, json.dumps(line, allow_nan=False, ensure_ascii=False))
 
     def note(self, text: str) -> None:
-        """Write to the log, with seconds since the start, and show."""
-        self._write(self._log, f"{self.elapsed:10.3f} {text}")
+        """Write to the log, and show."""
+        self.log(text)
         self._screen.note(text)
+
+    def log(self, text: str) -> None:
+        """Write to the log alone, with seconds since the start: what may come often."""
+        self._write(self._log_file, f"{self.elapsed:10.3f} {text}")
 
     def summary(self) -> str:
         """The closing summary so far."""
@@ -125,13 +129,13 @@ class Recorder:
 
     def close(self) -> None:
         """Write and show the closing summary, and close the files."""
-        if not self._log.closed:
+        if not self._log_file.closed:
             text = self.summary()
             try:
-                self._write(self._log, text)
+                self._write(self._log_file, text)
             finally:
                 self._screen.close(text)
-            for file in (self._metrics, self._episodes, self._log):
+            for file in (self._metrics, self._episodes, self._log_file):
                 with contextlib.suppress(OSError):  # a write that failed was told then, and fails once more here
                     file.close()
 

@@ -138,11 +138,13 @@ class Progress:
 
     def values(self) -> list[tuple[str, str]]:
         """Short names and values of what is known."""
-        return [
+        shown = [
             (label, pattern.format(self._metrics[name]))
             for name, label, pattern in _SHOWN
             if math.isfinite(self._metrics.get(name, math.nan))
         ]
+        lost = sum(number for name, number in self._metrics.items() if name.startswith("env/failures/"))
+        return [*shown, ("lost", f"{lost:.0f}")] if lost else shown
 
     def queues(self) -> list[tuple[str, int]]:
         """Names and depths of channels."""

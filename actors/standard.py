@@ -164,7 +164,7 @@ class StandardRun:
             deadlines=config.environment,
             sampler=self.sampler,
             breaker=breaker,
-            note=self._recorder.note,
+            note=self._recorder.log,
         )
 
     def _evaluation_slots(self) -> EpisodeSlots:

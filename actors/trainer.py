@@ -165,7 +165,7 @@ class Trainer:
                 return
             hand.append(group)
             trained = self._trained(group)
-            if trained.episodes:
+            if any(episode.reward is not None and episode.sampled for episode in trained.episodes):
                 self._added = True
                 with self._timed("train"):
                     await self._accelerator.run(self._learner.add, [trained])
@@ -227,7 +227,9 @@ class Trainer:
     def _count_empty(self, hand: list[Group]) -> None:
         self._empty_steps += 1
         if self._empty_steps >= self._max_empty_steps:
-            reasons = ", ".join(sorted({group.void or "every episode was cut short" for group in hand}))
+            reasons = ", ".join(
+                sorted({group.void or "every episode was cut short or has no reward" for group in hand})
+            )
             raise HopelessRun(
                 f"{self._empty_steps} steps in a row had nothing to learn from ({reasons}); train.max_empty_steps "
                 "allows no more. The log names what was lost and why"

@@ -229,8 +229,10 @@ async def test_an_environment_that_raises_in_a_tenth_of_its_steps_costs_attempts
     assert played.total("env/restarts") == lost
     assert played.learner.step == 20
     assert sum(len(group.episodes) for _, group in played.groups) == 160
-    assert sum("was lost: env_error: step: OSError: env 42" in note for note in played.screen.notes) == lost
-    assert sum("Traceback" in note for note in played.screen.notes) == 1
+    log = (played.directory / "log.txt").read_text()
+    assert log.count("was lost: env_error: step: OSError: env 42") == lost
+    assert log.count("Traceback") == 1
+    assert not played.screen.notes  # what may come often does not flood the screen
 
 
 @pytest.mark.parametrize("concurrency", [1, 16])

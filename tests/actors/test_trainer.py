@@ -129,12 +129,26 @@ async def test_steps_of_nothing_but_truncated_episodes_are_empty_when_those_are_
     masked = play(
         learner=learner, make_environment=Endless, rollout={"mask_truncated": True}, train={"max_empty_steps": 2}
     )
-    with pytest.raises(HopelessRun, match="every episode was cut short"):
+    with pytest.raises(HopelessRun, match="every episode was cut short or has no reward"):
         await masked()
     assert "update" not in learner.calls
     trained = await play(make_environment=Endless)()
     assert all(each.status == "max_turns" for _, group in trained.learner.trained for each in group.episodes)
     assert trained.learner.step == 4
+
+
+class Unjudged(Endless):
+    """Cannot say what an episode is worth."""
+
+    def reward(self) -> None:
+        return None
+
+
+async def test_steps_without_a_single_reward_are_empty(autojump_clock, play) -> None:
+    learner = Counting()
+    with pytest.raises(HopelessRun, match=r"2 steps in a row .* has no reward"):
+        await play(learner=learner, make_environment=Unjudged, train={"max_empty_steps": 2})()
+    assert "update" not in learner.calls
 
 
 async def test_masked_members_leave_the_others_with_their_advantages(autojump_clock, play) -> None:
