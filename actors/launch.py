@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ from trouper.actors.config import RunConfig
 from trouper.actors.config_file import load_config, parse_config
 from trouper.actors.graph import Graph
 from trouper.actors.metrics import Recorder
-from trouper.actors.naming import held_out, load_format, load_world, task_stream
+from trouper.actors.naming import held_out, load_cast, load_format, task_stream
 from trouper.actors.plan import plan, scratch_model
 from trouper.actors.progress import Screen, open_screen
 from trouper.actors.run import attend
 from trouper.actors.run_directory import RunDirectory
-from trouper.actors.standard import StandardRun, World, standard_graph
+from trouper.actors.standard import Cast, StandardRun, standard_graph
 from trouper.actors.trainer import CheckpointMeta
 from trouper.channels import CheckpointError, ConfigError, Task, Weights
 from trouper.envs import (
@@ -177,7 +177,7 @@ def train(
     config = parse_config(given | described | sections)
     folder = model_folder(config)
     arguments = config.environment.arguments
-    world = World(
+    cast = Cast(
         chat=load_format(config, folder),
         tasks=task_stream(config.tasks, config.run.seed) if isinstance(stream, str) else _stream(stream, config),
         held_out=held_out(config),
@@ -186,7 +186,7 @@ def train(
         rewards=load_rewards(functions, config.reward.weights or None),
     )
     run_dir = run_dir or Path(config.run.directory) / config.run.name
-    return launch(config, run_dir=Path(run_dir), resume=resume, world=world)
+    return launch(config, run_dir=Path(run_dir), resume=resume, cast=cast)
 
 
 def _section(given: Any, key: str, default: Any) -> dict[str, Any]:
@@ -199,7 +199,8 @@ def _agent(given: Any, config: RunConfig) -> Agent:
         raise ConfigError(f"agent = {given!r}; give an async function of a conversation and a world, or its name")
     if config.agent.arguments:
         raise ConfigError(f"an agent given as an object takes no arguments, but was given {config.agent.arguments}")
-    return cast(Agent, given)
+    agent: Agent = given
+    return agent
 
 
 def _described(given: Any) -> str:
@@ -211,7 +212,8 @@ def _described(given: Any) -> str:
 
 def _stream(tasks: Any, config: RunConfig) -> Tasks:
     if callable(getattr(tasks, "task", None)):
-        return cast(Tasks, tasks)
+        stream: Tasks = tasks
+        return stream
     if not isinstance(tasks, Iterable):
         raise ConfigError(f"tasks = {tasks!r}; give a list of dicts, an object with task(draw), or a .jsonl file")
     found = [task if isinstance(task, Task) else Task(str(number), task) for number, task in enumerate(tasks)]
@@ -225,7 +227,7 @@ def launch(
     *,
     run_dir: Path,
     resume: bool = False,
-    world: World | None = None,
+    cast: Cast | None = None,
     wire: Callable[[StandardRun], Graph] = standard_graph,
     screen: Screen | None = None,
 ) -> int:
@@ -235,7 +237,7 @@ def launch(
         config: checked by `plan` before anything starts.
         run_dir: where everything is written.
         resume: go on from the newest checkpoint in it.
-        world: in place of what the configuration names.
+        cast: in place of what the configuration names.
         wire: puts the run's actors into a graph; give your own to add actors.
         screen: shows the progress; by default the terminal.
 
@@ -246,7 +248,7 @@ def launch(
         TrouperError: the run could not start, or failed.
     """
     with _exit_on_sigterm():
-        return trio.run(partial(run, config, run_dir=run_dir, resume=resume, world=world, wire=wire, screen=screen))
+        return trio.run(partial(run, config, run_dir=run_dir, resume=resume, cast=cast, wire=wire, screen=screen))
 
 
 @contextmanager
@@ -267,14 +269,14 @@ async def run(
     *,
     run_dir: Path,
     resume: bool = False,
-    world: World | None = None,
+    cast: Cast | None = None,
     wire: Callable[[StandardRun], Graph] = standard_graph,
     screen: Screen | None = None,
 ) -> int:
     """`launch`, inside a running Trio loop."""
     folder = model_folder(config)
-    world = world or load_world(config, folder)
-    plan(config, model_config(config, folder, world.chat.vocab_size), devices=jax.device_count())
+    cast = cast or load_cast(config, folder)
+    plan(config, model_config(config, folder, cast.chat.vocab_size), devices=jax.device_count())
     keep_compilations()
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(run_dir))
@@ -284,9 +286,9 @@ async def run(
         else:
             directory.create(config)
         checkpoints = held.enter_context(Checkpoints(directory.checkpoints, max_to_keep=config.checkpoint.max_to_keep))
-        decoder = load_decoder(config, folder, world.chat)
-        make_engine = EngineMaker(config, decoder, world.chat)
-        learner = make_learner(config, decoder, world.chat)
+        decoder = load_decoder(config, folder, cast.chat)
+        make_engine = EngineMaker(config, decoder, cast.chat)
+        learner = make_learner(config, decoder, cast.chat)
         del decoder  # learner and samplers hold copies of their own
         resumed = _restore(learner, checkpoints)
         if changes:  # and the checkpoint fits them
@@ -304,9 +306,7 @@ async def run(
         publish = partial(_publish, learner, config)
         params, checked = publish()
         first = Weights(life=life, step=step, params=params, checksum=checked)
-        standard = StandardRun(
-            config, world, learner, publish, make_engine, recorder, checkpoints, first, resumed, wire
-        )
+        standard = StandardRun(config, cast, learner, publish, make_engine, recorder, checkpoints, first, resumed, wire)
         del params, first  # else the first weights would stay in memory to the end
         stopped_by = await attend(standard.graph)
         if stopped_by is not None:
@@ -332,18 +332,18 @@ def keep_compilations() -> None:
 def draw(config: RunConfig) -> str:
     """The standard run's graph as Mermaid. Loads and starts nothing."""
     nothing: Any = None
-    evaluated = object() if config.evaluation.every_steps else nothing
-    world = World(
+    evaluated: Any = object() if config.evaluation.every_steps else nothing
+    cast = Cast(
         chat=nothing,
         tasks=nothing,
-        held_out=cast(Any, evaluated),
+        held_out=evaluated,
         make_environment=nothing,
         agent=nothing,
         rewards=nothing,
     )
     weights = Weights(life=0, step=0, params=nothing, checksum=0)
     recorder: Any = SimpleNamespace(log=nothing)
-    return StandardRun(config, world, nothing, nothing, nothing, recorder, nothing, weights).graph.mermaid()
+    return StandardRun(config, cast, nothing, nothing, nothing, recorder, nothing, weights).graph.mermaid()
 
 
 def export(run_dir: Path, folder: Path, step: int | None = None) -> int:

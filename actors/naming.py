@@ -1,4 +1,4 @@
-"""What a configuration names: tasks, environment, agent, rewards, chat format. Found, checked, and put into a `World`.
+"""What a configuration names: tasks, environment, agent, rewards, chat format. Found, checked, and put into a `Cast`.
 
 Knows names and files, no model and no run.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config import Tasks as TaskSection
-from trouper.actors.standard import World
+from trouper.actors.standard import Cast
 from trouper.channels import ConfigError
 from trouper.envs import (
     Chat,
@@ -42,14 +42,14 @@ def look_up(config: RunConfig) -> None:
         load_format(config, None)
 
 
-def load_world(config: RunConfig, folder: Path | None) -> World:
+def load_cast(config: RunConfig, folder: Path | None) -> Cast:
     """Load what the configuration names.
 
     Raises:
         ConfigError: a name that cannot be found, or arguments that do not fit.
     """
     load_factory(config.environment.name, config.environment.arguments)
-    return World(
+    return Cast(
         chat=load_format(config, folder),
         tasks=task_stream(config.tasks, config.run.seed),
         held_out=held_out(config),

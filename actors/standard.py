@@ -29,7 +29,7 @@ from trouper.channels import Attempt, Group, Outcome, Sampling, Weights
 from trouper.envs import Agent, Chat, Rewards, Tasks
 
 
-class World(Struct, frozen=True, kw_only=True, eq=False):
+class Cast(Struct, frozen=True, kw_only=True, eq=False):
     """Everything a run needs that is not the model: what the configuration's dotted names stand for.
 
     Attributes:
@@ -54,7 +54,7 @@ class StandardRun:
 
     Args:
         config: the whole configuration.
-        world: what it names.
+        cast: what it names.
         learner: holds the parameters.
         publish: a copy of them for the samplers, and its checksum.
         make_engine: builds a generation engine that holds given weights.
@@ -69,7 +69,7 @@ class StandardRun:
     def __init__(
         self,
         config: RunConfig,
-        world: World,
+        cast: Cast,
         learner: PolicyLearner,
         publish: Callable[[], tuple[Any, int]],
         make_engine: Callable[[Weights], GenerationEngine],
@@ -81,7 +81,7 @@ class StandardRun:
         make_accelerator: Callable[[str], Accelerator] = DeviceThread,
     ) -> None:
         self.config = config
-        self._world = world
+        self._cast = cast
         self._recorder = recorder
         rollout, train, sync = config.rollout, config.train, config.sync
         self.pacer = Pacer(
@@ -108,7 +108,7 @@ class StandardRun:
         )
         self.barrier = Barrier([self.sampler], self.pacer, timeout=sync.timeout)
         self.source = Source(
-            world.tasks,
+            cast.tasks,
             self.pacer,
             num_generations=rollout.num_generations,
             run_seed=config.run.seed,
@@ -140,18 +140,18 @@ class StandardRun:
             drop_last=train.drop_last,
             max_empty_steps=train.max_empty_steps,
         )
-        self.evaluator = self._make_evaluator() if world.held_out is not None else None
+        self.evaluator = self._make_evaluator() if cast.held_out is not None else None
         self.graph = (wire or standard_graph)(self)
         self._last_gauges: dict[str, float] = {}
 
     def _slots(self, concurrency: int, temperature: float, top_p: float, top_k: int, breaker: Breaker) -> EpisodeSlots:
-        config, world = self.config, self._world
+        config, cast = self.config, self._cast
         return EpisodeSlots(
             concurrency,
-            make_environment=world.make_environment,
-            agent=world.agent,
-            chat=world.chat,
-            rewards=world.rewards,
+            make_environment=cast.make_environment,
+            agent=cast.agent,
+            chat=cast.chat,
+            rewards=cast.rewards,
             rules=EpisodeRules(
                 sampling=Sampling(temperature, top_p, top_k),
                 max_prompt_tokens=config.sampling.max_prompt_tokens,
@@ -173,10 +173,10 @@ class StandardRun:
         return self._slots(evaluation.max_concurrency, evaluation.temperature, sampling.top_p, sampling.top_k, breaker)
 
     def _make_evaluator(self) -> Evaluator:
-        assert self._world.held_out is not None
+        assert self._cast.held_out is not None
         return Evaluator(
             self.config.evaluation,
-            self._world.held_out,
+            self._cast.held_out,
             self._evaluation_slots,
             self.barrier.attested,
             self._recorder,

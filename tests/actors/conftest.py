@@ -16,7 +16,7 @@ from trouper.actors.config_file import parse_config
 from trouper.actors.metrics import Recorder, read_metrics
 from trouper.actors.run_directory import RunDirectory
 from trouper.actors.simulation import MemoryCheckpoints, SimulatedAccelerator, SimulatedEngine, SimulatedLearner
-from trouper.actors.standard import StandardRun, World
+from trouper.actors.standard import Cast, StandardRun
 from trouper.actors.trainer import CheckpointMeta
 from trouper.channels import Attempt, Episode, Group, Message, Row, Task
 from trouper.envs import PlainChat, Rewards, StepResult, model_agent
@@ -136,7 +136,7 @@ class Play:
             resumed = msgspec.convert(meta, CheckpointMeta)
         with Record(directory, self.life, self.screen) as recorder:
             self.groups = recorder.groups
-            world = World(
+            cast = Cast(
                 chat=PlainChat(ALPHABET, ";"),
                 tasks=self.tasks,
                 held_out=self.held_out,
@@ -146,7 +146,7 @@ class Play:
             )
             self.run = StandardRun(
                 self.config,
-                world,
+                cast,
                 self.learner,
                 self.learner.publish,
                 partial(self.make_engine, slots=self.config.engine.slots, chunk=self.config.engine.chunk, length=64),
