@@ -214,7 +214,8 @@ class Train(Section, frozen=True):
         max_steps: optimizer steps; None trains until the data ends.
         groups_per_step: prompts per optimizer step.
         micro_batch_size: packed rows per device call; never changes the gradient.
-        row_tokens: length of a packed row; 0 derives it from the longest group that fits.
+        row_tokens: length of a packed row; 0 takes what a whole group may need, at most 2048 unless one conversation
+            is longer. A group that does not fit is split, and its prompt computed once for each part.
         num_iterations: optimizer steps over the same episodes.
         advantage_estimator: `grpo`, `dr_grpo` or `rloo`.
         scale_rewards: divide advantages by the standard deviation of the group, of the whole step, or not.

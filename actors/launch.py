@@ -54,6 +54,9 @@ from trouper.learner.weights import init_model, load_model, read_config, save_mo
 STOPPED = 128
 """Exit codes of runs that a signal stopped are this plus the signal's number."""
 
+LONGEST_ROW = 2048
+"""Most tokens of a packed row unless the configuration asks for more: attention costs the square of it."""
+
 
 def model_folder(config: RunConfig) -> Path | None:
     """The HF folder of the configured model; None for one from scratch."""
@@ -110,14 +113,15 @@ class EngineMaker:
 def make_learner(config: RunConfig, decoder: Decoder, chat: Chat) -> Learner:
     """The learner that a configuration describes; with `beta > 0` the decoder is its reference."""
     sampling, train = config.sampling, config.train
-    longest = sampling.max_prompt_tokens + config.rollout.num_generations * (
+    group = sampling.max_prompt_tokens + config.rollout.num_generations * (
         sampling.max_context_tokens - sampling.max_prompt_tokens
     )
+    row_tokens = train.row_tokens or max(sampling.max_context_tokens, min(group, LONGEST_ROW))
     return Learner(
         decoder,
         loss=config.loss,
         optimizer=config.optimizer,
-        batch=BatchConfig(row_tokens=train.row_tokens or longest, micro_batch_size=train.micro_batch_size),
+        batch=BatchConfig(row_tokens=row_tokens, micro_batch_size=train.micro_batch_size),
         mesh=config.mesh,
         num_iterations=train.num_iterations,
         scale_rewards=train.scale_rewards or "none",
