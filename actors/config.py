@@ -57,11 +57,14 @@ class Chat(Section, frozen=True):
         format: `auto` takes the model's own template; `plain` is one id per character, for models from scratch.
         alphabet: `plain` only: the characters, in id order.
         stop: `plain` only: the character that ends a turn.
+        on_rewrite: when a template rewrites earlier turns (as those do that drop old thinking): `fork` starts a new
+            row with the prompt exactly as rendered, `append` keeps the sampled ids and appends what is new.
     """
 
     format: Literal["auto", "chatml", "plain"] = "auto"
     alphabet: str = ""
     stop: str = ""
+    on_rewrite: Literal["fork", "append"] = "fork"
 
 
 class Tasks(Section, frozen=True):

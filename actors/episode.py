@@ -90,7 +90,7 @@ class Breaker:
 
 
 class EpisodeRules(Struct, frozen=True, kw_only=True):
-    """How episodes are played; the fields are those of `[sampling]` and `[rollout]`."""
+    """How episodes are played; the fields are those of `[sampling]`, `[rollout]` and `[chat]`."""
 
     sampling: Sampling
     max_prompt_tokens: int

@@ -1,6 +1,6 @@
 """One run's place on disk: who may write to it, and with which configuration it goes on.
 
-Knows names of files, not their contents: metrics, checkpoints and ledger belong to the parts that write them.
+Knows names of files, not their contents: metrics and checkpoints belong to the parts that write them.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ _FIXED = (
 class RunDirectory:
     """A run directory, locked for as long as it is entered. The lock ends with the process, however that ends.
 
-    Layout: `config.toml` (resolved), `metrics.jsonl`, `episodes.jsonl`, `log.txt`, `checkpoints/`, `ledger/`, `lock`.
+    Layout: `config.toml` (resolved), `metrics.jsonl`, `episodes.jsonl`, `log.txt`, `checkpoints/`, `lock`.
 
     Args:
         path: the directory; made when a run is created in it.
@@ -46,7 +46,6 @@ class RunDirectory:
         self.episodes = self.path / "episodes.jsonl"
         self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
-        self.ledger = self.path / "ledger"
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
 

@@ -160,6 +160,7 @@ class StandardRun:
                 max_context_tokens=config.sampling.max_context_tokens,
                 episode_timeout=config.rollout.episode_timeout,
                 max_attempts=config.rollout.max_attempts,
+                on_rewrite=config.chat.on_rewrite,
             ),
             deadlines=config.environment,
             sampler=self.sampler,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trouper.channels import CheckpointError, ConfigError, Group, NumericsError
 from trouper.learner.advantage import ScaleRewards, scored, step_scale
 from trouper.learner.batch import BatchConfig, MicroBatch, Packer, Sample, check_row, empty_micro_batch
-from trouper.learner.decoder import Decoder
+from trouper.learner.decoder import Decoder, check_token_ids
 from trouper.learner.loss import LossConfig, denominator, token_weight
 from trouper.learner.mesh import MeshConfig, make_mesh
 from trouper.learner.optimizer import OptimizerConfig, learning_rate, make_optimizer
@@ -85,6 +85,7 @@ class Learner:
                 f"micro_batch_size = {batch.micro_batch_size} packed rows cannot be shared out over data={mesh.data} x "
                 f"fsdp={mesh.fsdp} = {shares} devices; make it a multiple of {shares}"
             )
+        self._vocabulary = decoder.config.vocab_size
         self._loss = loss
         self._batch = batch
         self._num_iterations = num_iterations
@@ -123,6 +124,7 @@ class Learner:
 
         Raises:
             ConfigError: a row is too long for the configured shapes, or was sampled in a way that cannot be trained.
+            ModelError: a row holds an id that is no row of the embedding table.
             NumericsError: an advantage, or a sampler's log-prob of a trained token, is not finite.
         """
         alive = [group for group in groups if group.void is None]
@@ -133,6 +135,7 @@ class Learner:
             for episode in group.episodes:
                 for number, row in enumerate(episode.rows):
                     if row.sampled:
+                        check_token_ids(row.tokens, self._vocabulary)
                         check_row(self._batch, row, f"slot {group.slot}, attempt {episode.attempt.id}, row {number}")
         if not self.streams:
             self._collected += alive

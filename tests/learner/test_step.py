@@ -9,7 +9,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trouper.channels import CheckpointError, ConfigError, NumericsError
+from trouper.channels import CheckpointError, ConfigError, ModelError, NumericsError
 from trouper.learner.advantage import group_advantages
 from trouper.learner.batch import BatchConfig
 from trouper.learner.checksum import checksum
@@ -312,6 +312,15 @@ def test_a_broken_sampler_log_prob_is_refused_before_anything_is_taken(make_deco
     assert learner.update()["tokens"] == 0
     with pytest.raises(NumericsError, match="slot 0 has advantages"):
         learner.add([msgspec.structs.replace(good, advantages=np.array([np.nan, 1], np.float32))])
+
+
+@pytest.mark.parametrize("outside", [-1, 32])
+def test_an_id_outside_the_table_is_refused_before_it_reaches_the_device(make_decoder, make_row, make_group, outside):
+    learner = make_learner(make_decoder())
+    good = make_group(0, [[make_row([1], [2])], [make_row([1], [3])]], [1, -1])
+    with pytest.raises(ModelError, match=f"token id {outside} is outside the embedding table of 32 rows"):
+        learner.add([good, make_group(1, [[make_row([1, outside], [2])]], [1])])
+    assert learner.update()["tokens"] == 0
 
 
 def test_a_step_that_is_not_finite_is_not_taken(make_decoder, make_row, make_group):
