@@ -95,7 +95,13 @@ class Environment(Section, frozen=True):
         reward_timeout: seconds `reward` and the reward functions may take, each.
         close_timeout: seconds `close` may take, also at the end of the run.
         isolation: where plain (not async) methods run: `thread`, or `inline` on the event loop, which saves 0.1 ms a
-            call and lets a call that hangs hang the run.
+            call and lets a call that hangs hang the run. `process` runs each environment, async or not, in a process
+            of its own, which can be killed; it is made there from its dotted name.
+        async_library: what its async methods are written for: `trio`, or `asyncio`, whose loop then runs in a thread
+            (or in the environment's process).
+        max_memory_mib: address space of an environment's process and of each it starts; 0 is no limit.
+        max_cpu_seconds: CPU time of each of these processes; 0 is no limit.
+        max_processes: processes an environment may have at a time, its own included.
         restart_backoff: seconds before the second restart in a row; doubles each time.
         restart_backoff_max: the longest wait between restarts, in seconds.
         max_abandoned_threads: sync calls that outlive their deadline leave a thread behind; more than this end the run.
@@ -108,7 +114,11 @@ class Environment(Section, frozen=True):
     step_timeout: float = 60.0
     reward_timeout: float = 60.0
     close_timeout: float = 3.0
-    isolation: Literal["thread", "inline"] = "thread"
+    isolation: Literal["thread", "inline", "process"] = "thread"
+    async_library: Literal["trio", "asyncio"] = "trio"
+    max_memory_mib: int = 0
+    max_cpu_seconds: float = 0.0
+    max_processes: int = 32
     restart_backoff: float = 0.1
     restart_backoff_max: float = 10.0
     max_abandoned_threads: int = 16
@@ -192,6 +202,7 @@ class Rollout(Section, frozen=True):
         dynamic_sampling: replace groups whose rewards are all equal.
         max_redraws: how often a slot may get another task.
         mask_truncated: train nothing on episodes that were cut short.
+        quarantine_after: groups of a task that lost every member before it is not drawn again; 0 never.
         max_consecutive_lost: attempts lost in a row before the run is called hopeless.
         max_lost_fraction: share of the last 256 attempts lost before the run is called hopeless.
     """
@@ -206,6 +217,7 @@ class Rollout(Section, frozen=True):
     dynamic_sampling: bool = False
     max_redraws: int = 3
     mask_truncated: bool = False
+    quarantine_after: int = 1
     max_consecutive_lost: int = 64
     max_lost_fraction: float = 0.5
 
@@ -241,14 +253,16 @@ class Sync(Section, frozen=True):
     """`[sync]`: how new weights reach the samplers.
 
     Attributes:
-        mode: `in_flight` swaps between two decode chunks; `drain` lets running generations end first.
+        mode: `in_flight` swaps between two decode chunks; `drain` lets running generations end first, and at
+            `drain_timeout` does as `abort`; `abort` takes running generations back and goes on with them, from the
+            tokens they have, under the new weights.
         weight_sync_steps: optimizer steps between two publications.
         kv: `keep` goes on with keys and values of the older weights, `recompute` makes them again.
         drain_timeout: seconds generations may take to end before the swap is made all the same.
         timeout: seconds a sampler may take to attest new weights.
     """
 
-    mode: Literal["in_flight", "drain"] = "in_flight"
+    mode: Literal["in_flight", "drain", "abort"] = "in_flight"
     weight_sync_steps: int = 1
     kv: Literal["keep", "recompute"] = "keep"
     drain_timeout: float = 60.0
@@ -284,11 +298,15 @@ class Checkpoint(Section, frozen=True):
 
     Attributes:
         save_interval_steps: optimizer steps between two saves; 0 saves only at the end.
-        max_to_keep: older ones are deleted.
+        max_to_keep: the newest so many are kept.
+        keep_best: so many with the highest `best_metric` are kept beside them.
+        best_metric: a metric of the step, or of the newest evaluation; a step without it, or with NaN, is never best.
     """
 
     save_interval_steps: int = 50
     max_to_keep: int = 3
+    keep_best: int = 0
+    best_metric: str = "reward/mean"
 
 
 class Log(Section, frozen=True):

@@ -7,15 +7,22 @@ An error that stops a run before anything started is a `ConfigError` (exit code 
 
 
 class TrouperError(Exception):
-    """Root of everything trouper raises on purpose."""
+    """Root of everything trouper raises on purpose.
+
+    Attributes:
+        exit_code: what the command line returns for it.
+        final: doing the same again would end the same way, so no supervisor restarts whoever raised it.
+    """
 
     exit_code = 1
+    final = False
 
 
 class ConfigError(TrouperError):
     """A configuration that cannot run: an unknown key, a wrong type, numbers that contradict each other."""
 
     exit_code = 2
+    final = True
 
 
 class GraphError(ConfigError):
@@ -33,6 +40,8 @@ class ChatError(ConfigError):
 class RunError(TrouperError):
     """A run that started and had to end."""
 
+    final = True
+
 
 class RestartLimit(RunError):
     """A supervisor restarted its children too often within its window.
@@ -41,6 +50,8 @@ class RestartLimit(RunError):
         history: one `Exited` per restart inside the window, oldest first.
         first_cause: the exception that came first, also the `__cause__`.
     """
+
+    final = False
 
     def __init__(self, message: str, history: tuple[object, ...], first_cause: BaseException | None) -> None:
         super().__init__(message)
@@ -51,6 +62,12 @@ class RestartLimit(RunError):
 
 class StartError(RunError):
     """A child ended, or ran out of time, before it called `task_status.started()`."""
+
+    final = False
+
+
+class Stalled(RunError):
+    """Every task waits for another one and no deadline will end it; the message is the wait graph."""
 
 
 class SyncError(RunError):
@@ -74,11 +91,13 @@ class EnvironmentFailure(TrouperError):
 
     Attributes:
         kind: the class that is counted, one of `trouper.channels.LossKind`.
+        retry: whether another try could go better; an environment that knows it cannot raises it with False.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, *, retry: bool = True) -> None:
         super().__init__(message)
         self.kind = kind
+        self.retry = retry
 
 
 class RewardError(TrouperError):
