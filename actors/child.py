@@ -15,12 +15,16 @@ from trouper.channels import StartError
 
 
 class Restart(Enum):
-    """When a child that ended is started again."""
+    """When a child that ended is started again.
+
+    One that raised a final error (`TrouperError.final`) never is: its error fails the supervisor at once, whatever the
+    rule. A supervisor that is itself restarted starts all its children, whatever became of them in its last life.
+    """
 
     ALWAYS = "always"
     """Whatever the reason."""
     ON_ERROR = "on_error"
-    """When it raised. One that returned is over for good, also when its group restarts."""
+    """When it raised. One that returned is over, and is started again only if its group restarts."""
     NEVER = "never"
     """Not at all: its error fails the supervisor, and a restart of its group ends it for good."""
 
@@ -35,11 +39,13 @@ class Child(Struct, frozen=True, eq=False):
         name: how errors and metrics call it.
         run: the child, called as `run(stop, task_status=...)` for each life. It is up once it has called
             `task_status.started()`, and should end soon after the event `stop` is set.
-        restart: when to start it again.
+        restart: when to start it again; never after a final error.
         grace: seconds between the stop event and cancellation.
         start_timeout: seconds it may take to come up.
         significant: when it ends for good, its supervisor ends and stops the others gracefully.
-        ended: called once it will not be started again although the supervisor goes on, or ends with it.
+        ended: called once it is over: only a restart of its group could start it again.
+        restarting: called when its end makes its group restart, after all of them have ended and before the first is
+            started again.
     """
 
     name: str
@@ -49,6 +55,7 @@ class Child(Struct, frozen=True, eq=False):
     start_timeout: float = 60.0
     significant: bool = False
     ended: Callable[[], None] = lambda: None
+    restarting: Callable[[], None] = lambda: None
 
 
 class Slot:

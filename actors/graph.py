@@ -8,6 +8,11 @@ An actor is an async function over its ends; which parameter sends and which rec
 - When every consumer of a channel is over for good, sending into it raises `trio.BrokenResourceError`, which fails
   the producer by name instead of leaving it to wait for ever.
 - An actor that returns before any of its inboxes has ended, unasked, has failed, unless it is `significant`.
+- When a group restarts (ONE_FOR_ALL, REST_FOR_ONE, or such a domain as a whole), who had returned begins again too,
+  unless NEVER, and each channel that only they use is renewed: empty, open, nothing of the dead lives in it.
+- An actor that returned keeps its claim on a channel as long as a restart could revive it without renewing that
+  channel. So what crosses the border of a ONE_FOR_ALL domain ends with the domain, and what is inside ends as ever;
+  do not lead data out of such a domain and back in, where its end would wait for itself.
 
 Knows no particular actor; the standard training run is one graph among others.
 """
@@ -194,7 +199,7 @@ class Graph:
         self.check()
         if self._supervisors:
             raise GraphError(f"graph {self.name!r} has run before and its channels are closed; build a new one")
-        lending = Lending([read_ends(actor) for actor in self._root.actors()])
+        lending = Lending(self._root)
         supervisor = self._supervise(self._root, lending)
         try:
             await supervisor.run(self._stop, task_status=task_status)
@@ -203,15 +208,14 @@ class Graph:
                 channel.close()
 
     def _supervise(self, domain: Domain, lending: Lending) -> Supervisor:
-        children: list[Child] = []
-        for member in domain.members:
-            if isinstance(member, Domain):
-                children.append(self._domain_child(member, lending))
-            else:
-                children += [_actor_child(member, copy, lending) for copy in member.copies]
         supervisor = Supervisor(
             domain.name,
-            children,
+            [
+                self._domain_child(member, lending)
+                if isinstance(member, Domain)
+                else _actor_child(member, name, lending)
+                for name, member in domain.children()
+            ],
             strategy=domain.strategy,
             max_restarts=domain.max_restarts,
             window=domain.window,
@@ -222,12 +226,6 @@ class Graph:
         return supervisor
 
     def _domain_child(self, domain: Domain, lending: Lending) -> Child:
-        copies = [copy for actor in domain.actors() for copy in actor.copies]
-
-        def ended() -> None:
-            for copy in copies:
-                lending.give_back(copy)
-
         return Child(
             name=domain.name,
             run=self._supervise(domain, lending).run,
@@ -235,7 +233,8 @@ class Graph:
             grace=math.inf,  # its children have their own
             start_timeout=math.inf,
             significant=domain.significant,
-            ended=ended,
+            ended=lambda: lending.give_back(domain.copies()),
+            restarting=lambda: lending.renew(domain.name),
         )
 
 
@@ -250,5 +249,6 @@ def _actor_child(actor: Actor, copy: str, lending: Lending) -> Child:
         grace=actor.grace if "stop" in lending.ends[copy].given else 0.0,
         start_timeout=actor.start_timeout,
         significant=actor.significant,
-        ended=lambda: lending.give_back(copy),
+        ended=lambda: lending.give_back([copy]),
+        restarting=lambda: lending.renew(copy),
     )

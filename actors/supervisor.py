@@ -10,17 +10,19 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Literal
+from typing import Literal, TypeVar
 
 import trio
 
 from trouper.actors.backoff import Backoff, RestartWindow
 from trouper.actors.child import ALWAYS, NEVER, ON_ERROR, Child, Life, Restart, Slot
-from trouper.channels import Exited, RestartLimit, StartError
+from trouper.channels import Exited, RestartLimit, StartError, TrouperError
 
 __all__ = ["ALWAYS", "NEVER", "ON_ERROR", "Child", "Restart", "Strategy", "Supervisor"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Strategy(Enum):
@@ -32,6 +34,16 @@ class Strategy(Enum):
     """Every sibling."""
     REST_FOR_ONE = "rest_for_one"
     """Those declared after it."""
+
+    def group(self, children: Sequence[T], index: int) -> Sequence[T]:
+        """Those of `children`, in the order of declaration, that restart when the one at `index` ended."""
+        match self:
+            case Strategy.ONE_FOR_ONE:
+                return children[index : index + 1]
+            case Strategy.ONE_FOR_ALL:
+                return children
+            case Strategy.REST_FOR_ONE:
+                return children[index:]
 
 
 class Supervisor:
@@ -94,7 +106,7 @@ class Supervisor:
         Raises:
             StartError: a child did not come up the first time.
             RestartLimit: children had to be restarted too often.
-            Exception: what a child with `Restart.NEVER` raised.
+            Exception: what a child with `Restart.NEVER` raised, or a final error of any child.
             ExceptionGroup: one of these first, and then what other children raised while they were stopped.
         """
         if self._running:
@@ -179,7 +191,7 @@ class _Supervision:
             self._ended(life, None)
 
     def _on_up(self) -> None:
-        if all(slot.was_up for slot in self._slots):
+        if all(slot.was_up or slot.over for slot in self._slots):
             self._announce()
 
     def _announce(self) -> None:
@@ -207,10 +219,11 @@ class _Supervision:
 
     def _ended(self, life: Life, error: Exception | None) -> None:
         slot, child = life.slot, life.slot.child
-        if life.late is not None:
+        final = error is not None and _is_final(error)
+        if life.late is not None and not final:
             life.late.__cause__ = error
             error = life.late
-        elif life.up_at is None and not life.retired:
+        elif life.up_at is None and not life.retired and not final:
             how = f"raised {_brief(error)}" if error is not None else "returned"
             late = StartError(
                 f"{child.name!r} under {self._of.name!r} {how} before it was up; "
@@ -221,21 +234,22 @@ class _Supervision:
         reason: Literal["returned", "failed", "stopped"] = (
             "failed" if error is not None else "stopped" if life.stop.is_set() else "returned"
         )
+        done = reason == "returned" and child.restart is not Restart.ALWAYS and life.up_at is not None
         exited = self._close(life, reason, error)
         if self._over.is_set():
-            if error is not None and (life.stop.is_set() or child.restart is Restart.NEVER):
+            if error is not None and (final or life.stop.is_set() or child.restart is Restart.NEVER):
                 self._errors.append(error)
             elif error is not None:  # what a restart would have mended does not spoil a graceful end
                 log.warning("%r failed while its supervisor was ending", child.name, exc_info=error)
-        elif reason == "returned" and child.restart is not Restart.ALWAYS and life.up_at is not None:
+        elif error is not None and final:
+            self._fail(error)
+        elif done and (child.significant or not life.retired):
             self._settle(slot)
             if child.significant:
                 self._over.set()
-        elif life.retired:
+        elif life.retired:  # however it ended, what becomes of it is decided when all of its group have ended
             if error is not None:
                 log.warning("%r failed while its group was stopped for a restart", child.name, exc_info=error)
-            if child.restart is Restart.NEVER:
-                self._settle(slot)
         elif error is not None and (child.restart is Restart.NEVER or not slot.was_up):
             self._fail(error)
         elif not self._window.allows(exited):
@@ -244,11 +258,12 @@ class _Supervision:
             self._of.restarts += 1
             log.warning("restarting %r under %r: it %s", child.name, self._of.name, _how(exited), exc_info=error)
             _let_go(error)
-            self._begin_recovery(self._group(slot), life)
+            self._begin_recovery(self._of.strategy.group(self._slots, slot.index), life)
 
     def _settle(self, slot: Slot) -> None:
         slot.over = True
         slot.child.ended()
+        self._on_up()  # one that is over before it was up holds up nobody
         if all(slot.over for slot in self._slots):
             self._over.set()
 
@@ -270,15 +285,6 @@ class _Supervision:
 
     # Restarting ----------------------------------------------------------------------------------------------
 
-    def _group(self, slot: Slot) -> list[Slot]:
-        match self._of.strategy:
-            case Strategy.ONE_FOR_ONE:
-                return [slot]
-            case Strategy.ONE_FOR_ALL:
-                return self._slots
-            case Strategy.REST_FOR_ONE:
-                return self._slots[slot.index :]
-
     def _begin_recovery(self, group: Sequence[Slot], ended: Life | None) -> None:
         """(Re)start a group; `ended` is the life whose end is the reason, None at the very start."""
         delay = 0.0
@@ -296,9 +302,9 @@ class _Supervision:
             for slot in group:
                 if slot.alive is not None:
                     slot.alive.retired = True
-        self._recoveries.start_soon(self._recover, group, delay, scope)
+        self._recoveries.start_soon(self._recover, group, None if ended is None else ended.slot, delay, scope)
 
-    async def _recover(self, group: Sequence[Slot], delay: float, scope: trio.CancelScope) -> None:
+    async def _recover(self, group: Sequence[Slot], cause: Slot | None, delay: float, scope: trio.CancelScope) -> None:
         with scope:
             for slot in reversed(group):
                 if slot.alive is not None:
@@ -307,12 +313,23 @@ class _Supervision:
             for life in [slot.life for slot in group if slot.life is not None]:
                 await life.done.wait()  # two lives of one child never overlap, however stuck the first is
             await trio.sleep(delay)
+            if cause is not None:
+                self._renew(group, cause)
             for slot in group:
                 if slot.over:
                     continue
                 await trio.lowlevel.checkpoint_if_cancelled()  # a newer recovery may have taken over meanwhile
                 if not await self._start(slot):
                     return
+
+    def _renew(self, group: Sequence[Slot], cause: Slot) -> None:
+        """Between the old lives of a group and the new: who may not restart is over, who had returned no longer is."""
+        for slot in group:
+            if slot.child.restart is not Restart.NEVER:
+                slot.over = False
+            elif slot.lives and not slot.over:
+                self._settle(slot)
+        cause.child.restarting()
 
     async def _start(self, slot: Slot) -> bool:
         life = self._launch(slot)
@@ -353,6 +370,13 @@ def _leaf(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether it, or anything in the group it is, says that doing the same again would end the same way."""
+    if isinstance(error, ExceptionGroup):
+        return any(_is_final(inner) for inner in error.exceptions)
+    return isinstance(error, TrouperError) and error.final
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -76,6 +76,18 @@ class Domain:
         self.significant = significant
         self.members: list[Actor | Domain] = []
 
+    def children(self) -> "list[tuple[str, Actor | Domain]]":
+        """What its supervisor starts: each copy of its actors, and its inner domains whole, by name."""
+        return [
+            (name, member)
+            for member in self.members
+            for name in (member.copies if isinstance(member, Actor) else (member.name,))
+        ]
+
+    def copies(self) -> frozenset[str]:
+        """The names of what runs inside, in inner domains too."""
+        return frozenset(copy for actor in self.actors() for copy in actor.copies)
+
     def actors(self) -> list[Actor]:
         """All actors inside, those of inner domains included, in the order of declaration."""
         found: list[Actor] = []

@@ -3,6 +3,7 @@
 A `Channel` belongs to whoever made it (the graph). It keeps a spare sender and a spare receiver, so an actor that
 crashes leaves its neighbours waiting, not facing a closed pipe. Actors get clones. When every producer has
 ended for good, the owner calls `finish()`: receivers then see the end of the data once the buffer is empty.
+When all who use it begin again, the owner calls `renew()`: nothing of what was sent before reaches them.
 """
 
 from types import TracebackType
@@ -76,6 +77,11 @@ class Channel(Generic[T]):
     def abandon(self) -> None:
         """Drop the spare receiver: when all lent receivers are closed too, sending raises trio.BrokenResourceError."""
         self._receive.close()
+
+    def renew(self) -> None:
+        """Begin again, empty and open; ends lent before belong to the old pipe, and counts go on growing."""
+        self.close()
+        self._send, self._receive = trio.open_memory_channel[T](self.capacity)
 
     @property
     def ended(self) -> bool:

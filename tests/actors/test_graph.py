@@ -10,7 +10,7 @@ from msgspec import Struct
 from trio.testing import MockClock
 
 from trouper.actors.graph import Graph
-from trouper.actors.supervisor import ALWAYS, NEVER, ON_ERROR, Strategy
+from trouper.actors.supervisor import ALWAYS, NEVER, ON_ERROR, Restart, Strategy
 from trouper.channels import Channel, Exited, GraphError, Receiver, RestartLimit, RunError, Sender, StartError
 
 
@@ -167,17 +167,18 @@ async def test_a_worker_that_leaves_before_its_data_ends_is_named(autojump_clock
     async def leaves(inbox: Receiver[Number], outbox: Sender[Number]) -> None:
         await outbox.send(await inbox.receive())
 
-    with pytest.raises(RestartLimit, match=r"'double' returned, but none of its inboxes \(raw\) has ended"):
+    with pytest.raises(RunError, match=r"'double' returned, but none of its inboxes \(raw\) has ended"):
         await pipeline(Sink(), upto=100, worker=leaves).run()
 
 
-async def test_a_significant_consumer_may_leave_and_ends_the_graph(autojump_clock: MockClock) -> None:
+@pytest.mark.parametrize("restart", [NEVER, ON_ERROR])
+async def test_a_significant_consumer_may_leave_and_ends_the_graph(autojump_clock: MockClock, restart: Restart) -> None:
     async def head(inbox: Receiver[Number]) -> None:
         await inbox.receive()
 
     graph = Graph("head")
     raw = graph.channel("raw", Number, capacity=1)
-    graph.actor("count", count, outbox=raw, upto=10**9, restart=ON_ERROR)
+    graph.actor("count", count, outbox=raw, upto=10**9, restart=restart)
     graph.actor("head", head, inbox=raw, restart=ON_ERROR, significant=True)
     await graph.run()
 
@@ -303,7 +304,7 @@ async def test_when_a_domain_ends_with_its_significant_member_its_channels_end_t
     assert sink.values == [1]
 
 
-async def test_who_was_done_stays_done_when_its_domain_is_restarted(autojump_clock: MockClock) -> None:
+async def test_who_was_done_stays_done_when_its_one_for_one_domain_is_restarted(autojump_clock: MockClock) -> None:
     lives = 0
 
     async def fragile(inbox: Receiver[Number], outbox: Sender[Number]) -> None:

@@ -1,6 +1,7 @@
 import gc
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,15 @@ from trio.testing import MockClock
 from trouper.actors.backoff import Backoff
 from trouper.actors.supervisor import ALWAYS, NEVER, ON_ERROR, Child, Restart, Strategy, Supervisor
 from trouper.actors.supervisor import log as supervisor_log
-from trouper.channels import Exited, RestartLimit, StartError
+from trouper.channels import (
+    CheckpointError,
+    ConfigError,
+    Exited,
+    RestartLimit,
+    RunError,
+    StartError,
+    TrouperError,
+)
 
 Status = Any
 
@@ -181,32 +190,100 @@ async def test_restart_type_decides_what_a_return_means(
     assert script.lives["a"] == lives
 
 
-async def test_what_returned_or_may_not_restart_stays_away_when_its_group_restarts(
-    script: Script, autojump_clock: MockClock
+@pytest.mark.parametrize(
+    ("strategy", "lives"),
+    [
+        (Strategy.ONE_FOR_ONE, {"early": 1, "fails": 2, "late": 1}),
+        (Strategy.ONE_FOR_ALL, {"early": 2, "fails": 2, "late": 2}),
+        (Strategy.REST_FOR_ONE, {"early": 1, "fails": 2, "late": 2}),
+    ],
+)
+async def test_who_returned_begins_again_when_its_group_restarts(
+    script: Script, autojump_clock: MockClock, strategy: Strategy, lives: dict[str, int]
 ) -> None:
-    ended = []
     supervisor = script.supervisor(
-        script.child("done", ON_ERROR, runs=0.5, ended=lambda: ended.append("done")),
-        script.child("once", NEVER, ended=lambda: ended.append("once")),
-        script.child("fails", fails=1, after=2.0, ended=lambda: ended.append("fails")),
+        script.child("early", runs=0.5),
+        script.child("fails", fails=1, after=2.0),
+        script.child("late", runs=0.5),
+        strategy=strategy,
+    )
+    await until_stopped(supervisor, 10.0)
+    assert script.lives == lives
+    assert supervisor.restarts == 1
+
+
+async def test_who_may_not_restart_is_over_when_its_group_restarts(script: Script, autojump_clock: MockClock) -> None:
+    def child(name: str, restart: Restart, **options: Any) -> Child:
+        tell = {told: partial(script.events.append, f"{name} {told}") for told in ("ended", "restarting")}
+        return script.child(name, restart, **tell, **options)
+
+    supervisor = script.supervisor(
+        child("done", NEVER, runs=0.5),
+        child("once", NEVER),
+        child("fails", ON_ERROR, fails=1, after=2.0),
         strategy=Strategy.ONE_FOR_ALL,
     )
     await until_stopped(supervisor, 10.0)
-    assert script.lives == {"done": 1, "once": 1, "fails": 2}
-    assert ended == ["done", "once"]
+    first = ["+done", "+once", "+fails", "-done", "done ended", "-fails", "-once"]
+    assert script.events == [*first, "once ended", "fails restarting", "+fails", "-fails"]
 
 
-async def test_who_returns_by_itself_while_its_group_is_being_stopped_is_done(
+async def test_who_is_over_before_it_was_up_does_not_keep_the_supervisor_from_being_up(
     script: Script, autojump_clock: MockClock
 ) -> None:
     supervisor = script.supervisor(
         script.child("fails", fails=1, after=1.0),
-        script.child("done", runs=2.0),
+        script.child("once", NEVER, up_after=5.0, grace=1.0),
+        strategy=Strategy.ONE_FOR_ALL,
+    )
+    stop = trio.Event()
+    async with trio.open_nursery() as nursery:
+        with trio.fail_after(10.0):
+            await nursery.start(supervisor.run, stop)
+        stop.set()
+    assert script.lives["once"] == 1
+
+
+async def test_who_returns_by_itself_while_its_group_is_being_stopped_begins_again(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    ended: list[str] = []
+    supervisor = script.supervisor(
+        script.child("fails", fails=1, after=1.0),
+        script.child("returns", runs=2.0, ended=lambda: ended.append("returns")),
         script.child("deaf", hears=False, grace=5.0),
         strategy=Strategy.ONE_FOR_ALL,
     )
-    await until_stopped(supervisor, 30.0)
-    assert script.lives == {"fails": 2, "done": 1, "deaf": 2}
+    await until_stopped(supervisor, 7.5)
+    assert script.lives == {"fails": 2, "returns": 2, "deaf": 2}
+    assert ended == []
+
+
+async def test_a_return_while_the_group_is_being_stopped_is_no_failure(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    supervisor = script.supervisor(
+        script.child("fails", fails=1, after=1.0),
+        script.child("always", ALWAYS, runs=2.0, significant=True),
+        script.child("deaf", hears=False, grace=5.0),
+        strategy=Strategy.ONE_FOR_ALL,
+    )
+    await until_stopped(supervisor, 7.5)
+    assert script.lives == {"fails": 2, "always": 2, "deaf": 2}
+    assert supervisor.restarts == 1
+
+
+async def test_a_significant_child_that_is_done_ends_the_supervisor_though_its_group_is_being_stopped(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    supervisor = script.supervisor(
+        script.child("fails", fails=1, after=1.0),
+        script.child("main", runs=2.0, significant=True),
+        script.child("deaf", hears=False, grace=5.0),
+        strategy=Strategy.ONE_FOR_ALL,
+    )
+    await supervisor.run()
+    assert script.lives == {"fails": 1, "main": 1, "deaf": 1}
 
 
 def test_a_crash_right_after_coming_up_starts_no_sibling_twice(run_seeded: Callable[..., Any]) -> None:
@@ -278,6 +355,49 @@ async def test_a_crash_while_a_sibling_is_starting_restarts_by_the_strategy(
     )
     await until_stopped(supervisor, 30.0)
     assert script.events == ["+a", "+b", "-a", "-b", "+a", "+b", "+c", "-c", "-b", "-a"]
+
+
+async def test_a_failure_while_the_group_starts_again_restarts_it_once_more(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    lives = 0
+
+    async def fragile(stop: trio.Event, *, task_status: Status) -> None:
+        nonlocal lives
+        lives += 1
+        if lives == 2:
+            raise ValueError("not up")
+        task_status.started()
+        await stop.wait()
+
+    supervisor = script.supervisor(
+        script.child("returned", runs=0.5),
+        Child("fragile", fragile, ON_ERROR),
+        script.child("fails", fails=1, after=1.0),
+        strategy=Strategy.ONE_FOR_ALL,
+    )
+    await until_stopped(supervisor, 30.0)
+    assert lives == 3
+    assert script.lives == {"returned": 3, "fails": 2}
+    assert supervisor.restarts == 2
+
+
+@pytest.mark.parametrize("at", [1.5, 5.5, 8.5, 20.0])
+async def test_a_stop_while_a_group_restarts_ends_well(script: Script, autojump_clock: MockClock, at: float) -> None:
+    supervisor = script.supervisor(
+        script.child("returned", runs=0.5),
+        script.child("slow", up_after=4.0, hears=False, grace=1.0),
+        script.child("fails", fails=1, after=1.0),
+        strategy=Strategy.ONE_FOR_ALL,
+        backoff=partial(Backoff, first=10.0),
+    )
+    started = trio.current_time()
+    await until_stopped(supervisor, at)  # while it starts first, stops its group, backs off, and starts again
+    assert trio.current_time() - started <= at + 1.0
+    assert script.lives["slow"] == (2 if at == 20.0 else 1)
+    assert Counter(event[1:] for event in script.events if event[0] == "+") == Counter(
+        event[1:] for event in script.events if event[0] == "-"
+    )
 
 
 async def test_one_childs_backoff_does_not_delay_anothers_restart(script: Script, autojump_clock: MockClock) -> None:
@@ -356,6 +476,83 @@ async def test_an_error_that_is_not_restarted_fails_the_supervisor_at_once(
     assert trio.current_time() - started == 1.0
     assert caught.value.__notes__ == ["raised by 'a' (life 1) under 'test'"]
     assert script.ends == [("a", "failed"), ("b", "stopped"), ("deaf", "stopped")]
+
+
+@pytest.mark.parametrize("restart", Restart)
+@pytest.mark.parametrize("error", [RunError("hopeless"), ConfigError("impossible")])
+async def test_a_final_error_is_never_restarted(
+    script: Script, autojump_clock: MockClock, restart: Restart, error: TrouperError
+) -> None:
+    async def run(stop: trio.Event, *, task_status: Status) -> None:
+        task_status.started()
+        await trio.sleep(1.0)
+        raise error
+
+    started = trio.current_time()
+    supervisor = script.supervisor(script.child("a", hears=False, grace=9.0), Child("b", run, restart))
+    with pytest.raises(type(error)) as caught:
+        await supervisor.run()
+    assert caught.value is error
+    assert trio.current_time() - started == 1.0
+    assert supervisor.restarts == 0
+
+
+async def test_one_final_error_makes_a_group_of_errors_final(script: Script, autojump_clock: MockClock) -> None:
+    async def run(stop: trio.Event, *, task_status: Status) -> None:
+        task_status.started()
+        raise ExceptionGroup("both", [OSError("gone"), ExceptionGroup("inner", [RunError("hopeless"), ValueError()])])
+
+    supervisor = script.supervisor(Child("a", run, ALWAYS))
+    with pytest.RaisesGroup(OSError, RunError, ValueError, flatten_subgroups=True):
+        await supervisor.run()
+    assert supervisor.restarts == 0
+
+
+async def test_a_final_error_of_a_life_that_is_not_up_yet_comes_as_it_is(
+    script: Script, autojump_clock: MockClock
+) -> None:
+    lives = 0
+
+    async def run(stop: trio.Event, *, task_status: Status) -> None:
+        nonlocal lives
+        lives += 1
+        if lives == 2:
+            raise CheckpointError("nothing to begin from")
+        task_status.started()
+        raise ValueError("crashed")
+
+    with pytest.raises(CheckpointError, match="nothing to begin from"):
+        await script.supervisor(script.child("a"), Child("b", run, ON_ERROR), strategy=Strategy.ONE_FOR_ALL).run()
+    assert lives == 2
+
+
+@pytest.mark.parametrize("first", ["sibling fails", "stop"])
+async def test_a_final_error_of_a_child_that_is_being_stopped_counts(
+    script: Script, autojump_clock: MockClock, first: str
+) -> None:
+    async def run(stop: trio.Event, *, task_status: Status) -> None:
+        task_status.started()
+        await stop.wait()
+        raise RunError("hopeless")
+
+    fails = 1 if first == "sibling fails" else 0
+    supervisor = script.supervisor(
+        script.child("a", fails=fails), Child("b", run, ON_ERROR), strategy=Strategy.ONE_FOR_ALL
+    )
+    with pytest.RaisesGroup(pytest.RaisesExc(RunError, match="hopeless")):
+        await until_stopped(supervisor, 30.0)
+    assert script.lives == {"a": 1}
+
+
+async def test_a_final_error_spoils_a_graceful_end(script: Script, autojump_clock: MockClock) -> None:
+    async def run(stop: trio.Event, *, task_status: Status) -> None:
+        task_status.started()
+        await trio.sleep(2.0)
+        raise RunError("hopeless")
+
+    supervisor = script.supervisor(Child("a", run, ON_ERROR), script.child("deaf", hears=False, grace=5.0))
+    with pytest.RaisesGroup(pytest.RaisesExc(RunError, match="hopeless")):
+        await until_stopped(supervisor, 1.0)  # the deaf one is being stopped when the other one fails
 
 
 # Starting ------------------------------------------------------------------------------------------------------

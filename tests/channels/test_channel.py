@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,6 +76,38 @@ async def test_an_abandoned_channel_breaks_its_producers() -> None:
     receiver.close()
     with pytest.raises(trio.BrokenResourceError):
         await sender.send(2)
+
+
+@pytest.mark.parametrize("closed", [lambda channel: None, Channel.finish, Channel.abandon, Channel.close])
+async def test_a_renewed_channel_is_open_and_empty_and_goes_on_counting(closed: Callable[[Channel[int]], None]) -> None:
+    channel = Channel[int]("raw", int, 2)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for number in range(2):
+            await sender.send(number)
+        await receiver.receive()
+        closed(channel)
+    channel.renew()
+    assert not channel.ended
+    assert (channel.statistics().depth, channel.statistics().peak) == (0, 2)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        await sender.send(7)
+        assert await receiver.receive() == 7
+        channel.finish()
+        sender.close()
+        assert [number async for number in receiver] == []
+    assert (channel.statistics().sent, channel.statistics().received) == (3, 2)
+
+
+async def test_ends_from_before_a_renewal_belong_to_the_old_pipe() -> None:
+    channel = Channel[int]("raw", int, 2)
+    old_sender, old_receiver = channel.sender(), channel.receiver()
+    await old_sender.send(1)
+    channel.renew()
+    sender, receiver = channel.sender(), channel.receiver()
+    old_sender.close()
+    assert [number async for number in old_receiver] == [1]
+    await sender.send(2)
+    assert receiver.receive_nowait() == 2
 
 
 async def test_closing_wakes_whoever_waits() -> None:
