@@ -20,14 +20,17 @@ Knows no particular actor; the standard training run is one graph among others.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import trio
 
 from trouper.actors.child import NEVER, Child, Restart
+from trouper.actors.heartbeat import Heartbeat
 from trouper.actors.lending import Lending
 from trouper.actors.mermaid import draw
 from trouper.actors.supervisor import Strategy, Supervisor
+from trouper.actors.watchdog import Watchdog
 from trouper.actors.wiring import Actor, Domain, find_problems, read_ends
 from trouper.channels import Channel, ChannelStatistics, Exited, GraphError
 
@@ -44,6 +47,10 @@ class Graph:
         window: seconds.
         seed: makes the jitter of restarts reproducible.
         on_exit: called with every `Exited` of an actor or domain; must be quick and not raise.
+        note: told what the watchdog has to say; must be quick and not raise.
+
+    Attributes:
+        heartbeat: counts the incidents in which code blocked the event loop.
     """
 
     def __init__(
@@ -55,8 +62,11 @@ class Graph:
         window: float = 60.0,
         seed: int = 0,
         on_exit: Callable[[Exited], None] = lambda exited: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.name = name
+        self.heartbeat = Heartbeat()
+        self._note = note
         self._root = Domain(name, strategy, max_restarts, window)
         self._stack = [self._root]
         self._seed = seed
@@ -194,6 +204,7 @@ class Graph:
 
         Raises:
             GraphError: the wiring is wrong, or the graph has run before.
+            Stalled: every task waited for another one, and nothing could end that.
             StartError, RestartLimit, Exception, ExceptionGroup: see `Supervisor.run`.
         """
         self.check()
@@ -201,8 +212,9 @@ class Graph:
             raise GraphError(f"graph {self.name!r} has run before and its channels are closed; build a new one")
         lending = Lending(self._root)
         supervisor = self._supervise(self._root, lending)
+        watchdog = Watchdog(self.name, lending.ends, self._links, self.heartbeat, note=self._note)
         try:
-            await supervisor.run(self._stop, task_status=task_status)
+            await watchdog.guard(partial(supervisor.run, self._stop, task_status=task_status), self.stop)
         finally:
             for channel in self._channels:
                 channel.close()
