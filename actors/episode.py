@@ -5,11 +5,15 @@ of the environment, a reward function, the sampler or the agent's own code costs
 the same slot with a seed of its own; after `max_attempts` it is `Lost`. Nothing that failed ever becomes a reward.
 """
 
+import contextlib
+import inspect
+import threading
 import traceback
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import trio
@@ -18,8 +22,9 @@ from msgspec import Struct
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
 from trouper.actors.environment import EnvironmentActor, first_leaf
-from trouper.actors.sampler import Generate, Generator, Sampler
-from trouper.actors.threads import Threads
+from trouper.actors.generator import Generator
+from trouper.actors.sampler import Generate, Sampler
+from trouper.actors.threads import Threads, as_failure, is_async
 from trouper.channels import (
     Attempt,
     EnvironmentFailure,
@@ -42,6 +47,9 @@ from trouper.envs.rewards import checked_reward
 
 BREAKER_WINDOW = 256
 """Attempts over which the share of lost ones is taken."""
+
+CANCEL_PATIENCE = 10.0
+"""Seconds after which an agent that was cancelled and still runs is named."""
 
 
 class Breaker:
@@ -133,7 +141,7 @@ class EpisodeSlots:
         note: Callable[[str], None],
     ) -> None:
         self._concurrency = concurrency
-        self._make_environment = make_environment
+        self._make_environment = unshared(make_environment)
         self._agent = agent
         self._chat = chat
         self._rewards = rewards
@@ -141,7 +149,10 @@ class EpisodeSlots:
         self._deadlines = deadlines
         self._sampler = sampler
         self._note = note
-        self._threads = Threads(2 * concurrency, deadlines.max_abandoned_threads, deadlines.isolation)
+        threads = partial(Threads, 2 * concurrency, deadlines.max_abandoned_threads, deadlines.isolation)
+        self._threads = threads(deadlines.async_library)
+        # What stands for an environment in a process of its own is Trio's here, whatever it is there.
+        self._worlds = threads() if deadlines.isolation == "process" else self._threads
         self._environments: list[EnvironmentActor] = []
         self._explained: set[tuple[str, str, int | None] | None] = set()
         self.breaker = breaker
@@ -160,13 +171,15 @@ class EpisodeSlots:
                     nursery.start_soon(self._slot, index, inbox, outbox, requests)
         except* RunError as failures:  # several slots may find out at the same moment: the first speaks for all
             raise first_leaf(failures) from None
+        finally:
+            await self._threads.close()
 
     async def _slot(
         self, index: int, inbox: Receiver[Attempt], outbox: Sender[Outcome], requests: Sender[Generate]
     ) -> None:
         deadlines = self._deadlines
         backoff = Backoff(str(index), first=deadlines.restart_backoff, longest=deadlines.restart_backoff_max)
-        world = EnvironmentActor(self._make_environment, deadlines, self._threads, backoff, self._note)
+        world = EnvironmentActor(self._make_environment, deadlines, self._worlds, backoff, self._note)
         self._environments.append(world)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(world.serve)
@@ -183,12 +196,17 @@ class EpisodeSlots:
             if isinstance(outcome, Episode):
                 self.breaker.survived()
                 return outcome
-            self.breaker.lose(outcome.kind, outcome.cause)
-            if attempt.tries + 1 >= self._rules.max_attempts:
-                return outcome
+            lost = self._lost(attempt, outcome)
+            self.breaker.lose(lost.kind, lost.cause)
+            for_good = isinstance(outcome, EnvironmentFailure) and not outcome.retry
+            if for_good or attempt.tries + 1 >= self._rules.max_attempts:
+                return lost
             attempt = msgspec.structs.replace(attempt, tries=attempt.tries + 1)
 
-    async def _try(self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]) -> Episode | Lost:
+    async def _try(
+        self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]
+    ) -> Episode | BaseException:
+        """The episode, or what it was lost by."""
         started = trio.current_time()
         scope = trio.CancelScope(deadline=started + self._rules.episode_timeout)
         generator = Generator(self._sampler, requests, attempt.seed, scope)
@@ -203,20 +221,18 @@ class EpisodeSlots:
             except* Exception as group:  # agents, rewards and samplers may raise anything: the attempt is lost
                 error = first_leaf(group)
         generator.close()
-        error = world.failure or generator.failure or error
-        if error is not None:
-            return self._lost(attempt, error)
-        if episode is None:
-            limit = f"rollout.episode_timeout = {self._rules.episode_timeout:g} s"
-            return self._lost(attempt, EnvironmentFailure("episode_timeout", f"the attempt took longer than {limit}"))
-        return episode
+        limit = f"rollout.episode_timeout = {self._rules.episode_timeout:g} s"
+        too_slow = EnvironmentFailure("episode_timeout", f"the attempt took longer than {limit}")
+        return world.failure or generator.failure or error or episode or too_slow
 
     def _lost(self, attempt: Attempt, error: BaseException) -> Lost:
         cause = str(error) if isinstance(error, TrouperError) else f"{type(error).__name__}: {error}"
         lost = Lost(attempt, _kind(error), cause)
         self._note(f"attempt {attempt.id} of task {attempt.task.id!r} was lost: {lost.kind}: {cause}")
-        while error.__cause__ is not None:
+        seen = {error}
+        while error.__cause__ is not None and error.__cause__ not in seen:  # `raise error from error` is its own cause
             error = error.__cause__
+            seen.add(error)
         frames = traceback.extract_tb(error.__traceback__)
         place = (type(error).__name__, frames[-1].filename, frames[-1].lineno) if frames else None
         if not isinstance(error, TrouperError) and place not in self._explained:
@@ -240,7 +256,7 @@ class EpisodeSlots:
         )
         await world.prepare()
         try:
-            await self._agent(talk, world)
+            await self._act(attempt, talk, world)
         except* ConversationOver:
             pass  # turns or context are used up: `talk.status` says which
         score = await world.score()
@@ -268,6 +284,35 @@ class EpisodeSlots:
             timings={"total": now - started, "generate": generator.seconds, "environment": world.seconds},
         )
 
+    async def _act(self, attempt: Attempt, talk: Conversation, world: EnvironmentActor) -> None:
+        over = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, attempt, over)
+            try:
+                await self._agent(talk, world)
+            except BaseException as error:
+                failure = as_failure(error)
+                if failure is error:
+                    raise
+                raise failure from error
+            finally:
+                over.set()
+
+    async def _watch(self, attempt: Attempt, over: trio.Event) -> None:
+        """Name an agent that does not end when it is cancelled: nobody can end it."""
+        try:
+            await over.wait()
+        except trio.Cancelled:
+            with trio.move_on_after(CANCEL_PATIENCE, shield=True):
+                await over.wait()
+            if not over.is_set():
+                self._note(
+                    f"the agent of attempt {attempt.id} was cancelled {CANCEL_PATIENCE:g} s ago and goes on; its slot "
+                    "and the end of the run wait for it. Catch Exception where it catches BaseException or everything, "
+                    "and give a trio.CancelScope(shield=True) a deadline"
+                )
+            raise
+
     async def _judge(self, limit: float, function: Callable[[], Any]) -> Any:
         try:
             with trio.fail_after(limit):
@@ -276,10 +321,45 @@ class EpisodeSlots:
             raise TimeoutError(f"it took longer than environment.reward_timeout = {limit:g} s") from None
 
 
+def unshared(make: Callable[[], Any]) -> Callable[[], Any]:
+    """`make`, but an environment that it hands out a second time ends the run.
+
+    Two episodes in one object would see each other's state, and so would the next life of one that failed. A class
+    that can bear it says so with `thread_safe = True`.
+    """
+    made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+    registering = threading.Lock()  # plain factories run in several threads
+
+    def checked(environment: Any) -> Any:
+        if getattr(environment, "thread_safe", False):
+            return environment
+        with registering:
+            if made.get(id(environment)) is environment:
+                raise RunError(
+                    f"the environment factory returned the same {type(environment).__qualname__} object twice; its "
+                    "episodes would share their state. Return a new one from every call, or mark the class with "
+                    "thread_safe = True"
+                )
+            with contextlib.suppress(TypeError):  # a class with __slots__ and no weak references goes unchecked
+                made[id(environment)] = environment
+        return environment
+
+    async def later(environment: Awaitable[Any]) -> Any:
+        return checked(await environment)
+
+    async def make_async() -> Any:
+        return await later(make())
+
+    def make_plain() -> Any:
+        value = make()
+        return later(value) if inspect.isawaitable(value) else checked(value)
+
+    return make_async if is_async(make) else make_plain
+
+
 def _kind(error: BaseException) -> LossKind:
-    kind = getattr(error, "kind", None)
-    if kind is not None:
-        return kind  # type: ignore[no-any-return]  # an EnvironmentFailure's
+    if isinstance(error, EnvironmentFailure):
+        return error.kind if error.kind in get_args(LossKind) else "env_error"  # type: ignore[return-value]
     if isinstance(error, RewardError):
         return "reward_error"
     return "sampler_error" if isinstance(error, SamplerError) else "agent_error"

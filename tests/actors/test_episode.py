@@ -1,5 +1,7 @@
 """Episode slots over a real sampler: what is lost is counted, tried again, and never becomes a reward."""
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +19,12 @@ from trouper.actors.simulation import SimulatedAccelerator, SimulatedEngine, Sim
 from trouper.channels import (
     Attempt,
     Channel,
+    EnvironmentFailure,
     HopelessRun,
     Lost,
     Message,
     Outcome,
+    RunError,
     SamplerError,
     Sampling,
     Task,
@@ -51,7 +55,7 @@ class Slots:
         engine: Any = SimulatedEngine,
         breaker: Breaker | None = None,
         isolation: str = "inline",
-        deadlines: dict[str, float] | None = None,
+        deadlines: dict[str, Any] | None = None,
         **rules: Any,
     ) -> None:
         self.notes: list[str] = []
@@ -112,6 +116,12 @@ class Fails:
     async def reward(self) -> float:
         await self._maybe("reward")
         return 1.0
+
+
+def leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def broken() -> None:
@@ -346,6 +356,385 @@ async def test_eight_rollouts_at_once_share_nothing() -> None:
     assert task.payload == {"seen": []}
 
 
+class Once:
+    """Raises what `errors` holds for this life, life by life, and then works."""
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        self._error = errors.pop(0) if errors else None
+
+    async def reset(self, task: Task) -> str:
+        if self._error is not None:
+            raise self._error
+        return "a"
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult("b", reward=1.0, done=True)
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (EnvironmentFailure("env_error", "no such map", retry=False), "env_error"),
+        (EnvironmentFailure("env_died", "no such map", retry=False), "env_died"),
+        (EnvironmentFailure("of their own", "no such map", retry=False), "env_error"),  # kinds are counted: few
+    ],
+)
+async def test_a_failure_that_says_so_is_not_tried_again(autojump_clock, failure, kind) -> None:
+    slots = Slots(partial(Once, [failure]))
+    (lost,) = await slots.play(0)
+    assert (lost.kind, lost.cause, lost.attempt.tries) == (kind, "no such map", 0)
+    assert slots.breaker.lost == {kind: 1}
+
+
+async def test_a_tool_may_say_so_too(autojump_clock) -> None:
+    class World(Once):
+        @property
+        def tools(self) -> Any:
+            return (self.look,)
+
+        async def look(self) -> str:
+            """Look."""
+            raise EnvironmentFailure("env_error", "no such map", retry=False)
+
+    async def looks(talk: Any, world: Any) -> None:
+        await world.call("look", {})
+
+    slots = Slots(partial(World, []), looks)
+    (lost,) = await slots.play(0)
+    assert lost.attempt.tries == 0
+
+
+async def test_a_failure_that_passes_costs_tries_and_no_episode(autojump_clock) -> None:
+    slots = Slots(partial(Once, [ValueError("env 42"), ValueError("env 42")]))
+    (episode,) = await slots.play(0)
+    assert (episode.reward, episode.attempt.tries) == (1.0, 2)
+    assert slots.breaker.lost == {"env_error": 2}
+
+
+class Panic(BaseException):
+    """As the Rust extensions raise it."""
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise AttributeError
+
+
+def its_own_cause() -> Exception:
+    error = ValueError("env 42")
+    error.__cause__ = error
+    return error
+
+
+@pytest.mark.parametrize("where", ["agent", "environment", "reward"])
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Panic("at src/lib.rs:1"), "Panic: at src/lib.rs:1"),
+        (asyncio.CancelledError("stray"), "CancelledError: stray"),
+        (Unprintable(), "Unprintable: its text cannot be shown"),
+        (BaseExceptionGroup("both", [Panic("at src/lib.rs:1"), ValueError("env 42")]), "Panic: at src/lib.rs:1"),
+        (its_own_cause(), "env 42"),
+    ],
+)
+async def test_whatever_user_code_raises_costs_an_attempt_and_not_the_run(autojump_clock, where, error, cause) -> None:
+    async def fail(*_: Any) -> None:
+        raise error
+
+    given = {
+        "agent": {"environment": calm, "agent": fail},
+        "environment": {"environment": partial(Fails, "step", fail)},
+        "reward": {"environment": calm, "rewards": {"judge": fail}},
+    }[where]
+    (lost,) = await Slots(**given, max_attempts=1).play(0)
+    assert lost.kind == {"agent": "agent_error", "environment": "env_error", "reward": "reward_error"}[where]
+    if where != "reward" or not isinstance(error, BaseExceptionGroup):  # a reward function's error is shown whole
+        assert cause in lost.cause
+
+
+async def test_a_group_that_also_holds_a_cancellation_does_not_swallow_it(autojump_clock) -> None:
+    async def both(talk: Any, world: Any) -> None:
+        try:
+            await trio.sleep_forever()
+        except trio.Cancelled as cancelled:
+            raise BaseExceptionGroup("both", [ValueError("env 42"), cancelled]) from None
+
+    slots = Slots(calm, both)
+    with trio.move_on_after(5.0) as scope:
+        await slots.play(0)
+    assert scope.cancelled_caught
+    assert slots.breaker.lost == {}
+
+
+# Agents that do not end --------------------------------------------------------------------------------------------
+
+
+async def shields(talk: Any, world: Any) -> None:
+    with trio.CancelScope(shield=True):
+        await trio.sleep(200.0)
+
+
+async def swallows(talk: Any, world: Any) -> None:
+    end = trio.current_time() + 200.0
+    while trio.current_time() < end:
+        with contextlib.suppress(BaseException):
+            await trio.sleep(1.0)
+        with trio.CancelScope(shield=True):  # virtual time stands still while anything runs
+            await trio.sleep(1.0)
+
+
+@pytest.mark.parametrize("agent", [shields, swallows])
+async def test_an_agent_that_does_not_end_is_named(autojump_clock, agent) -> None:
+    slots = Slots(calm, agent, max_attempts=1, episode_timeout=50.0)
+    (lost,) = await slots.play(0)
+    assert lost.kind == "episode_timeout"
+    (named,) = [note for note in slots.notes if "was cancelled 10 s ago and goes on" in note]
+    assert f"the agent of attempt {lost.attempt.id} " in named
+
+
+async def test_an_agent_that_takes_its_time_to_end_is_not_named(autojump_clock) -> None:
+    async def tidies(talk: Any, world: Any) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.move_on_after(5.0, shield=True):
+                await trio.sleep_forever()
+
+    slots = Slots(calm, tidies, max_attempts=1, episode_timeout=50.0)
+    (lost,) = await slots.play(0)
+    assert lost.kind == "episode_timeout"
+    assert len(slots.notes) == 1
+    assert trio.current_time() == 55.0
+
+
+async def test_an_agent_that_swallows_its_cancellation_and_returns_gives_no_episode(autojump_clock) -> None:
+    async def returns(talk: Any, world: Any) -> None:
+        await model_agent(talk, world)
+        with contextlib.suppress(BaseException):
+            await trio.sleep_forever()
+
+    (lost,) = await Slots(calm, returns, max_attempts=1, episode_timeout=50.0).play(0)
+    assert lost.kind == "episode_timeout"
+
+
+async def test_tasks_of_an_agent_end_with_it(autojump_clock) -> None:
+    ended: list[str] = []
+
+    async def stays() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            ended.append("child")
+
+    async def spawns(talk: Any, world: Any) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stays)
+            await world.reset()
+
+    (lost,) = await Slots(partial(Fails, "reset", broken), spawns, max_attempts=1).play(0)
+    assert lost.cause == "reset: ValueError: env 42"
+    assert ended == ["child"]
+
+
+# Environments that are not one's own -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_async", [False, True])
+@pytest.mark.parametrize("isolation", ["inline", "thread"])
+async def test_an_environment_that_is_handed_out_twice_ends_the_run_by_name(make_async, isolation) -> None:
+    only = Once([])
+
+    async def shared() -> Once:
+        return only
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await Slots(shared if make_async else lambda: only, isolation=isolation).play(0, 1)
+    assert isinstance(refusal := leaf(caught.value), RunError)
+    assert "the same Once object twice" in str(refusal)
+    assert "thread_safe = True" in str(refusal)
+
+
+async def test_a_failed_environment_is_not_handed_out_again(autojump_clock) -> None:
+    only = Once([ValueError("env 42")])
+    with pytest.raises(ExceptionGroup) as caught:
+        await Slots(lambda: only, concurrency=1).play(0)
+    assert "the same Once object twice" in str(leaf(caught.value))
+
+
+async def test_a_class_that_can_be_shared_says_so(autojump_clock) -> None:
+    class Shared(Once):
+        thread_safe = True
+
+    only = Shared([])
+    assert [episode.reward for episode in await Slots(lambda: only).play(0, 1)] == [1.0, 1.0]
+
+
+# asyncio -----------------------------------------------------------------------------------------------------------
+
+
+class OnAsyncio:
+    """Written for asyncio, every part of it."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self.tools = (self.inc,)
+        self._count = 0
+
+    async def reset(self, task: Task) -> str:
+        await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0.001))
+        return "a"
+
+    async def inc(self) -> int:
+        """One more."""
+        async with self._lock:
+            count = self._count
+            await asyncio.sleep(0.001)
+            self._count = count + 1
+        return self._count
+
+    async def step(self, action: str) -> StepResult:
+        await asyncio.wait_for(self.inc(), 10.0)
+        return StepResult("b", reward=float(self._count), done=True)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+
+async def judges_on_asyncio(task: Task, messages: Any, text: str) -> float:
+    await asyncio.sleep(0.001)
+    return 0.5
+
+
+async def test_asyncio_environments_and_rewards_run_on_a_loop_of_their_own() -> None:
+    async def counts(talk: Any, world: Any) -> None:
+        talk.user(await world.reset())
+        turn = await talk.generate()
+        await world.call("inc", {})
+        await world.step(turn.text)
+
+    slots = Slots(
+        OnAsyncio,
+        counts,
+        {"judge": judges_on_asyncio},
+        concurrency=8,
+        isolation="thread",
+        deadlines={"async_library": "asyncio"},
+    )
+    episodes = await slots.play(*range(8))
+    assert [episode.reward for episode in episodes] == [2.5] * 8
+    assert not [thread.name for thread in threading.enumerate() if "asyncio" in thread.name]
+
+
+@pytest.mark.parametrize("part", ["environment", "reward"])
+async def test_asyncio_code_is_told_the_key_it_needs(autojump_clock, part) -> None:
+    given = {"environment": OnAsyncio} if part == "environment" else {"rewards": {"judge": judges_on_asyncio}}
+    (lost,) = await Slots(**{"environment": calm, **given}, max_attempts=1).play(0)
+    assert 'needs environment.async_library = "asyncio"' in lost.cause
+
+
+async def test_an_asyncio_environment_that_hangs_or_cancels_itself_costs_attempts() -> None:
+    class Hangs(OnAsyncio):
+        async def reset(self, task: Task) -> str:
+            await asyncio.Event().wait()
+            return "a"
+
+        async def step(self, action: str) -> StepResult:
+            raise asyncio.CancelledError("stray")
+
+    async def steps(talk: Any, world: Any) -> None:
+        await world.step("a")
+
+    deadlines = {"async_library": "asyncio", "reset_timeout": 0.01}
+    slots = Slots(Hangs, isolation="thread", deadlines=deadlines, max_attempts=1)
+    (lost,) = await slots.play(0)
+    assert lost.kind == "env_timeout"
+    assert "environment.reset_timeout = 0.01 s" in lost.cause
+    (lost,) = await Slots(Hangs, steps, isolation="thread", deadlines=deadlines, max_attempts=1).play(0)
+    assert (lost.kind, lost.cause) == ("env_error", "step: RuntimeError: CancelledError: stray")
+
+
+# Whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["shrink", "drop"])
+async def test_one_member_that_fails_leaves_its_siblings_alone(autojump_clock, play, letters, policy) -> None:
+    fates = [1.0, None, 0.0, 1.0]
+
+    class Fated(letters):
+        def __init__(self) -> None:
+            self.score: float | None = fates.pop(0) if fates else 0.5
+
+        async def step(self, action: str) -> Any:
+            if self.score is None:
+                raise ValueError("env 42")
+            return await super().step(action)
+
+        def reward(self) -> float:
+            assert self.score is not None
+            return self.score
+
+    played = await play(
+        make_environment=Fated,
+        rollout={
+            "num_generations": 4,
+            "max_concurrency": 4,
+            "max_attempts": 1,
+            "lost_members": policy,
+            "quarantine_after": 0,
+        },
+        train={"max_steps": 1, "groups_per_step": 1, "scale_rewards": "none"},
+    )()
+    ((_, group),) = played.groups
+    rewards = sorted(episode.reward for episode in group.episodes)
+    if policy == "shrink":
+        assert (group.lost, rewards) == (1, [0.0, 1.0, 1.0])
+        assert sorted(group.advantages) == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
+    else:
+        assert (group.draw, group.lost, len(rewards)) == (1, 0, 4)  # another task in its place
+        assert played.total("grouper/dropped/lost") == 1
+    assert played.total("env/failures/env_error") == 1
+    log = (played.directory / "log.txt").read_text()
+    assert "ValueError: env 42" in log
+    assert log.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("attempts", [1, 4])
+async def test_a_task_that_always_fails_is_tried_so_often_and_then_replaced(
+    autojump_clock, play, letters, attempts
+) -> None:
+    tried: list[str] = []
+
+    class Picky(letters):
+        async def reset(self, task: Task) -> str:
+            tried.append(task.id)
+            if task.id == "1":
+                raise ValueError("env 42")
+            return await super().reset(task)
+
+    played = await play(make_environment=Picky, rollout={"max_attempts": attempts})()
+    assert tried.count("1") == 2 * attempts
+    assert played.total("env/failures/env_error") == 2 * attempts
+    assert played.total("grouper/dropped/lost") == 1
+    assert played.learner.step == 4
+    assert "1" not in {episode.attempt.task.id for _, group in played.groups for episode in group.episodes}
+    assert sum(len(group.episodes) for _, group in played.groups) == 16
+    # Every other member was played once: a try is no member of its own.
+    assert len(tried) - 2 * attempts == 16
+
+
+async def test_a_run_in_which_everything_fails_ends_after_so_many_tries(autojump_clock, play, letters) -> None:
+    tried: list[str] = []
+
+    class Broken(letters):
+        async def reset(self, task: Task) -> str:
+            tried.append(task.id)
+            raise ValueError("env 42")
+
+    with pytest.raises(HopelessRun, match="First cause of env_error: reset: ValueError: env 42"):
+        await play(make_environment=Broken, rollout={"max_consecutive_lost": 10})()
+    assert 10 <= len(tried) <= 10 + 8  # one more per slot may be on its way
+
+
 # The breaker ---------------------------------------------------------------------------------------------------
 
 
@@ -353,10 +742,7 @@ async def test_a_hopeless_run_ends_with_the_class_and_the_first_cause(autojump_c
     slots = Slots(partial(Fails, "reset", broken), breaker=Breaker(5, 1.0))
     with pytest.raises(ExceptionGroup) as caught:
         await slots.play(*range(8))
-    hopeless = caught.value
-    while isinstance(hopeless, ExceptionGroup):
-        hopeless = hopeless.exceptions[0]
-    assert isinstance(hopeless, HopelessRun)
+    assert isinstance(hopeless := leaf(caught.value), HopelessRun)
     assert "5 attempts in a row" in str(hopeless)
     assert "env_error 5. First cause of env_error: reset: ValueError: env 42" in str(hopeless)
 

@@ -1,5 +1,7 @@
 """Real threads in real time: what they wait for is an event that the test sets."""
 
+import asyncio
+import functools
 import threading
 from functools import partial
 
@@ -7,7 +9,8 @@ import pytest
 import trio
 import trio.testing
 
-from trouper.actors.threads import Threads
+from trouper.actors import portal
+from trouper.actors.threads import Threads, as_failure
 from trouper.channels import RunError
 
 
@@ -68,7 +71,7 @@ async def test_too_many_threads_left_behind_end_the_run() -> None:
     for _ in range(2):
         with trio.move_on_after(0.01):
             await threads.call(release.wait)
-    with pytest.raises(RunError, match=r"2 threads .*max_abandoned_threads allows 1"):
+    with pytest.raises(RunError, match=r"2 calls .*max_abandoned_threads allows 1.*isolation = \"process\""):
         await threads.call(lambda: 7)
     release.set()
     await until(lambda: threads.abandoned == 0)
@@ -78,3 +81,105 @@ async def test_too_many_threads_left_behind_end_the_run() -> None:
 async def test_an_error_comes_out_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         await Threads(1, 0, "thread").call(lambda: 1 / 0)
+
+
+class Panic(BaseException):
+    """As the Rust extensions raise it."""
+
+
+async def fails(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("library", ["trio", "asyncio"])
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("error", [Panic("at src/lib.rs:1"), asyncio.CancelledError("at src/lib.rs:1")])
+async def test_what_is_neither_an_exception_nor_an_interrupt_is_the_codes_failure(library, plain, error) -> None:
+    def fail() -> None:
+        raise error
+
+    threads = Threads(1, 0, "thread", library)
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: at src/lib.rs:1") as caught:
+        await threads.call(fail if plain else partial(fails, error))
+    assert caught.value.__cause__ is error
+    await threads.close()
+
+
+def test_a_group_keeps_its_interrupts_and_exceptions() -> None:
+    value, interrupt = ValueError("env 42"), KeyboardInterrupt()
+    group = BaseExceptionGroup("a", [value, BaseExceptionGroup("b", [interrupt, Panic("p")])])
+    failure = as_failure(group)
+    assert failure.exceptions[0] is value
+    assert failure.exceptions[1].exceptions[0] is interrupt
+    assert repr(failure.exceptions[1].exceptions[1]) == "RuntimeError('Panic: p')"
+    assert isinstance(as_failure(BaseExceptionGroup("a", [value, Panic("p")])), Exception)
+    untouched = ExceptionGroup("a", [value])
+    assert as_failure(untouched) is untouched
+
+
+# asyncio -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def on_asyncio():
+    threads = Threads(1, 1, "thread", "asyncio")
+    yield threads
+    await threads.close()
+
+
+async def test_async_functions_run_on_asyncio_and_plain_ones_in_threads(on_asyncio) -> None:
+    async def asynchronous() -> int:
+        await asyncio.sleep(0.001)
+        return threading.get_ident()
+
+    @functools.wraps(asynchronous)
+    def decorated() -> object:
+        return asynchronous()
+
+    loop = await on_asyncio.call(asynchronous)
+    assert loop != threading.get_ident()
+    assert await on_asyncio.call(decorated) == loop  # made in a thread, awaited there
+    assert await on_asyncio.call(threading.get_ident) not in (loop, threading.get_ident())
+    inline = Threads(1, 0, "inline", "asyncio")
+    assert await inline.call(threading.get_ident) == await inline.call(asynchronous)
+    assert await inline.call(lambda: asyncio.gather(asynchronous(), asynchronous()))  # needs the loop to be called
+    await inline.close()
+
+
+async def test_tasks_left_behind_end_the_run_like_threads(on_asyncio, monkeypatch) -> None:
+    monkeypatch.setattr(portal, "CANCEL_GRACE", 0.01)
+    release = threading.Event()
+
+    async def block() -> None:
+        release.wait()
+
+    for _ in range(2):
+        with trio.move_on_after(0.01):
+            await on_asyncio.call(block)
+    for function in (block, int):
+        with pytest.raises(RunError, match=r"2 calls .*max_abandoned_threads allows 1"):
+            await on_asyncio.call(function)
+    release.set()
+    await until(lambda: on_asyncio.abandoned == 0)
+    assert await on_asyncio.call(int) == 0
+
+
+async def sleeps(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def asks_for_the_loop() -> None:
+    asyncio.get_running_loop()
+
+
+@pytest.mark.parametrize("function", [partial(sleeps, 1.0), partial(sleeps, 0.0), asks_for_the_loop])
+async def test_asyncio_code_without_its_loop_is_told_the_key(function) -> None:
+    with pytest.raises(RuntimeError, match=r'needs environment\.async_library = "asyncio"'):
+        await Threads(1, 0, "thread").call(function)
+
+
+async def test_code_that_misses_its_loop_under_asyncio_is_told_why(on_asyncio) -> None:
+    with pytest.raises(RuntimeError, match=r'no running event loop\. .* or set environment\.isolation = "inline"'):
+        await on_asyncio.call(lambda: asyncio.get_running_loop())
+    with pytest.raises(RuntimeError, match=r'needs environment\.async_library = "trio"'):
+        await on_asyncio.call(partial(trio.sleep, 1.0))
