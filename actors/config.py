@@ -24,11 +24,16 @@ class Run(Section, frozen=True):
         name: the run directory is `directory/name`.
         directory: where run directories are kept.
         seed: every draw, attempt and sampled token follows from it.
+        max_restarts: restarts after a failure within `restart_window`, of the learning and of the samplers each,
+            before the run fails.
+        restart_window: seconds.
     """
 
     name: str = "run"
     directory: str = "runs"
     seed: int = 0
+    max_restarts: int = 3
+    restart_window: float = 3600.0
 
 
 class Model(Section, frozen=True):

@@ -1,15 +1,21 @@
 """The grouper: collects a slot's members, decides what becomes of lost ones, and computes advantages once a group.
 
-Releases steps in order and, within a step, groups in the order of their completion. Knows nothing of batches: the
-advantages are the same however the trainer cuts them.
+Releases steps in order and, within a step, groups in the order of their completion: each is in the ledger, on disk,
+before the trainer may see it. Knows nothing of batches: the advantages are the same however the trainer cuts them.
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
+import trio
 
+from trouper.actors.accelerator import Accelerator
+from trouper.actors.ledger import Ledger, SlotDraw
 from trouper.actors.pacer import Pacer
+from trouper.actors.quarantine import Quarantine
 from trouper.channels import Attempt, Episode, Group, Lost, Outcome, Receiver, Sender, Void
 from trouper.learner.advantage import AdvantageEstimator, ScaleRewards, group_advantages
 
@@ -19,17 +25,24 @@ class Grouper:
 
     Args:
         pacer: is told which slots are closed, and asked to reopen those of dropped groups.
+        ledger: remembers every group.
+        disk: where the ledger is synced.
+        quarantine: is told of groups that were lost whole.
         num_generations: members of a group.
         estimator: see `trouper.learner.advantage`.
         scale_rewards: likewise.
         lost_members: `shrink` keeps a group that has at least `min_members`, `drop` keeps only whole groups.
         min_members: see `lost_members`.
         dynamic_sampling: drop groups whose rewards are all equal while the slot has redraws left.
+        redo: groups that an earlier life had completed, in their order then; the pacer holds their slots for ended.
     """
 
     def __init__(
         self,
         pacer: Pacer,
+        ledger: Ledger,
+        disk: Accelerator,
+        quarantine: Quarantine,
         *,
         num_generations: int,
         estimator: AdvantageEstimator,
@@ -37,8 +50,12 @@ class Grouper:
         lost_members: Literal["shrink", "drop"] = "drop",
         min_members: int = 2,
         dynamic_sampling: bool = False,
+        redo: Sequence[Group] = (),
     ) -> None:
         self._pacer = pacer
+        self._ledger = ledger
+        self._disk = disk
+        self._quarantine = quarantine
         self._num_generations = num_generations
         self._estimator: AdvantageEstimator = estimator
         self._scale_rewards: ScaleRewards = scale_rewards
@@ -48,7 +65,9 @@ class Grouper:
         # The draw of the last group that was dropped, of slots that are open: what still comes of it is too late.
         self._dropped: dict[int, int] = {}
         self._ready: dict[int, deque[Group]] = {}
-        self._step = pacer.version
+        for group in redo:
+            self._make_ready(group)
+        self._step = pacer.first_step
         self._released = 0
         self.counts: Counter[str] = Counter()
         """`duplicates`, `dropped/lost` and `dropped/no_signal`, so far."""
@@ -60,14 +79,26 @@ class Grouper:
 
     async def run(self, inbox: Receiver[Outcome], outbox: Sender[Group]) -> None:
         """Group what comes until the data ends."""
+        await self._release(outbox)
         async for outcome in inbox:
-            group = self._take(outcome)
-            if group is not None:
-                self._ready.setdefault(group.slot // self._pacer.groups_per_step, deque()).append(group)
-                self._pacer.close(group.slot)
-                self._dropped.pop(group.slot, None)
-                await self._release(outbox)
+            self._accept(outcome)
+            with suppress(trio.WouldBlock, trio.EndOfChannel):
+                while True:  # one sync for all that have come
+                    self._accept(inbox.receive_nowait())
+            await self._disk.run(self._ledger.sync)
+            await self._release(outbox)
         await self._release(outbox)  # the end of the data may have made the last step smaller
+
+    def _accept(self, outcome: Outcome) -> None:
+        group = self._take(outcome)
+        if group is not None:
+            self._ledger.complete(group)
+            self._make_ready(group)
+            self._pacer.close(group.slot)
+            self._dropped.pop(group.slot, None)
+
+    def _make_ready(self, group: Group) -> None:
+        self._ready.setdefault(group.slot // self._pacer.groups_per_step, deque()).append(group)
 
     def _take(self, outcome: Outcome) -> Group | None:
         """The group that this outcome completes, if it does."""
@@ -85,6 +116,8 @@ class Grouper:
         del self._members[attempt.slot]
         episodes = tuple(found for _, found in sorted(members.items()) if isinstance(found, Episode))
         lost = len(members) - len(episodes)
+        if not episodes:
+            self._quarantine.lose([found for found in members.values() if isinstance(found, Lost)])
         if len(episodes) < self._needed:
             self.counts["dropped/lost"] += 1
             return None if self._reopened(attempt) else _void(attempt.slot, attempt.draw, "lost", lost)
@@ -100,6 +133,7 @@ class Grouper:
         reopened = self._pacer.reopen(attempt.slot)
         if reopened:
             self._dropped[attempt.slot] = attempt.draw
+            self._ledger.drew(SlotDraw(attempt.slot, -1, self._pacer.redraws(attempt.slot)))
         return reopened
 
     async def _release(self, outbox: Sender[Group]) -> None:

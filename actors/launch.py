@@ -1,37 +1,44 @@
 """From a configuration to a run: loads what it names, builds the standard run, attends it to its end, and saves."""
 
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import trio
-from flax import nnx
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config_file import load_config, parse_config
 from trouper.actors.graph import Graph
+from trouper.actors.ledger import Ledger
 from trouper.actors.metrics import Recorder
 from trouper.actors.naming import held_out, load_cast, load_format, task_stream
-from trouper.actors.plan import plan, scratch_model
+from trouper.actors.plan import plan
+from trouper.actors.policy import (
+    EngineMaker,
+    keep_compilations,
+    load_decoder,
+    make_learner,
+    model_config,
+    model_folder,
+    publish,
+)
 from trouper.actors.progress import Screen, open_screen
+from trouper.actors.redo import NOTHING, begin
 from trouper.actors.run import attend
-from trouper.actors.run_directory import RunDirectory
+from trouper.actors.run_directory import RunDirectory, changes_learning
 from trouper.actors.standard import Cast, StandardRun, standard_graph
 from trouper.actors.trainer import CheckpointMeta
 from trouper.channels import CheckpointError, ConfigError, Task, Weights
 from trouper.envs import (
     Agent,
-    Chat,
     SingleTurn,
     TaskList,
     Tasks,
@@ -40,93 +47,13 @@ from trouper.envs import (
     load_rewards,
     model_agent,
 )
-from trouper.learner.batch import BatchConfig
 from trouper.learner.checkpoint import Checkpoints
-from trouper.learner.checksum import checksum
-from trouper.learner.decoder import Decoder
-from trouper.learner.engine import Engine
 from trouper.learner.learner import Learner
 from trouper.learner.mesh import MeshConfig
-from trouper.learner.model_config import ModelConfig
-from trouper.learner.source import resolve_model
-from trouper.learner.weights import init_model, load_model, read_config, save_model
+from trouper.learner.weights import save_model
 
 STOPPED = 128
 """Exit codes of runs that a signal stopped are this plus the signal's number."""
-
-LONGEST_ROW = 2048
-"""Most tokens of a packed row unless the configuration asks for more: attention costs the square of it."""
-
-
-def model_folder(config: RunConfig) -> Path | None:
-    """The HF folder of the configured model; None for one from scratch."""
-    return None if config.model.source is None else resolve_model(config.model.source)
-
-
-def load_decoder(config: RunConfig, folder: Path | None, chat: Chat) -> Decoder:
-    """The model, in the configured dtypes."""
-    options: dict[str, Any] = {
-        "dtype": jnp.dtype(config.model.compute_dtype),
-        "param_dtype": jnp.dtype(config.model.param_dtype),
-        "remat": config.model.remat,
-    }
-    if folder is not None:
-        return load_model(folder, **options)
-    return init_model(model_config(config, None, chat.vocab_size), config.run.seed, **options)
-
-
-def model_config(config: RunConfig, folder: Path | None, vocab_size: int) -> ModelConfig:
-    """The model's shape, without loading it."""
-    return scratch_model(config, vocab_size) if folder is None else read_config(folder)
-
-
-def _publish(learner: Learner, config: RunConfig) -> tuple[Any, int]:
-    params = learner.copy_params(jnp.dtype(config.model.compute_dtype))
-    return params, checksum(params)
-
-
-class EngineMaker:
-    """Builds engines for given weights; keeps the decoder's structure, not its arrays."""
-
-    def __init__(self, config: RunConfig, decoder: Decoder, chat: Chat) -> None:
-        self._config = config
-        self._vocab_limit = chat.vocab_size
-        self._graph, state = nnx.split(decoder)
-        self._tree = jax.tree.structure(state)
-
-    def __call__(self, weights: Weights) -> Engine:
-        """An engine that samples under these weights."""
-        engine = self._config.engine
-        return Engine(
-            nnx.merge(self._graph, jax.tree.unflatten(self._tree, weights.params)),
-            slots=engine.slots,
-            length=self._config.sampling.max_context_tokens,
-            chunk=engine.chunk,
-            kv_dtype=jnp.dtype(engine.kv_dtype),
-            version=weights.version,
-            prefill_rows=engine.prefill_rows,
-            prefill_tokens=engine.prefill_tokens,
-            vocab_limit=self._vocab_limit,
-        )
-
-
-def make_learner(config: RunConfig, decoder: Decoder, chat: Chat) -> Learner:
-    """The learner that a configuration describes; with `beta > 0` the decoder is its reference."""
-    sampling, train = config.sampling, config.train
-    group = sampling.max_prompt_tokens + config.rollout.num_generations * (
-        sampling.max_context_tokens - sampling.max_prompt_tokens
-    )
-    row_tokens = train.row_tokens or max(sampling.max_context_tokens, min(group, LONGEST_ROW))
-    return Learner(
-        decoder,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        batch=BatchConfig(row_tokens=row_tokens, micro_batch_size=train.micro_batch_size),
-        mesh=config.mesh,
-        num_iterations=train.num_iterations,
-        scale_rewards=train.scale_rewards or "none",
-        vocab_limit=chat.vocab_size,
-    )
 
 
 def train(
@@ -289,32 +216,65 @@ async def run(
             changes = directory.resume(config)
         else:
             directory.create(config)
-        checkpoints = held.enter_context(Checkpoints(directory.checkpoints, max_to_keep=config.checkpoint.max_to_keep))
+        notes: list[str] = []  # of what is found before anybody can be told
+        checkpoints = held.enter_context(
+            Checkpoints(
+                directory.checkpoints,
+                max_to_keep=config.checkpoint.max_to_keep,
+                keep_best=config.checkpoint.keep_best,
+                note=notes.append,
+            )
+        )
         decoder = load_decoder(config, folder, cast.chat)
         make_engine = EngineMaker(config, decoder, cast.chat)
         learner = make_learner(config, decoder, cast.chat)
         del decoder  # learner and samplers hold copies of their own
         resumed = _restore(learner, checkpoints)
+        ledger = held.enter_context(closing(Ledger(directory.ledger)))
+        step, life = resumed.step if resumed else 0, directory.lives()
+        redo = not any(changes_learning(key) for key in changes)
+        left = begin(ledger, resumed.source if resumed else None, config, life=life, step=step, redo=redo)
         if changes:  # and the checkpoint fits them
             directory.keep(config)
-        step, life = resumed.step if resumed else 0, directory.lives()
         screen = screen or open_screen(config.train.max_steps, done=step)
         recorder = held.enter_context(Recorder(directory, life, screen, episodes_per_step=config.log.episodes_per_step))
-        for key, (before, after) in changes.items():
-            recorder.note(f"{key} was {before!r} and is now {after!r}")
+        for note in (
+            *notes,
+            *(f"{key} was {before!r} and is now {after!r}" for key, (before, after) in changes.items()),
+        ):
+            recorder.note(note)
         if config.train.max_steps is not None and step >= config.train.max_steps:
             recorder.note(
                 f"{step} steps are done and train.max_steps = {config.train.max_steps}: nothing is left to train; "
                 "raise it to go on"
             )
-        publish = partial(_publish, learner, config)
-        params, checked = publish()
+        copy = partial(publish, learner, config)
+        params, checked = copy()
         first = Weights(life=life, step=step, params=params, checksum=checked)
-        standard = StandardRun(config, cast, learner, publish, make_engine, recorder, checkpoints, first, resumed, wire)
+
+        def rewind() -> CheckpointMeta | None:
+            if checkpoints.latest() is None:
+                learner.begin(load_decoder(config, folder, cast.chat))
+            return _restore(learner, checkpoints)
+
+        standard = StandardRun(
+            config,
+            cast,
+            learner,
+            copy,
+            rewind,
+            make_engine,
+            recorder,
+            checkpoints,
+            ledger,
+            first,
+            left,
+            wire=wire,
+        )
         del params, first  # else the first weights would stay in memory to the end
         stopped_by = await attend(standard.graph)
         if stopped_by is not None:
-            recorder.note(f"stopped by {stopped_by.name} after step {standard.trainer.step}; --resume goes on")
+            recorder.note(f"stopped by {stopped_by.name} after step {standard.life.trainer.step}; --resume goes on")
     return 0 if stopped_by is None else STOPPED + stopped_by
 
 
@@ -324,13 +284,6 @@ def _restore(learner: Learner, checkpoints: Checkpoints) -> CheckpointMeta | Non
     tree, meta = checkpoints.restore(None, learner.state_tree())
     learner.load_state_tree(tree)
     return msgspec.convert(meta, CheckpointMeta)
-
-
-def keep_compilations() -> None:
-    """Keep compiled programs in the user's cache directory, unless JAX was told another place."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "trouper" / "jax"))  # type: ignore[no-untyped-call]
 
 
 def draw(config: RunConfig) -> str:
@@ -347,7 +300,9 @@ def draw(config: RunConfig) -> str:
     )
     weights = Weights(life=0, step=0, params=nothing, checksum=0)
     recorder: Any = SimpleNamespace(log=nothing)
-    return StandardRun(config, cast, nothing, nothing, nothing, recorder, nothing, weights).graph.mermaid()
+    return StandardRun(
+        config, cast, nothing, nothing, nothing, nothing, recorder, nothing, nothing, weights, NOTHING
+    ).graph.mermaid()
 
 
 def export(run_dir: Path, folder: Path, step: int | None = None) -> int:

@@ -51,7 +51,8 @@ class Recorder:
         episodes_per_step: int = 2,
     ) -> None:
         self.curve: list[tuple[int, float]] = []
-        self.life = life
+        self.evaluated: dict[str, float] = {}
+        """The newest evaluation's numbers."""
         self._screen = screen
         self._clock = clock
         self._episodes_per_step = self._episodes_left = episodes_per_step
@@ -61,6 +62,11 @@ class Recorder:
         self._metrics = _append_to(run.metrics)
         self._episodes = _append_to(run.episodes)
         self._log_file = _append_to(run.log)
+        self.begin_life(life)
+
+    def begin_life(self, life: int) -> None:
+        """What is recorded from now on belongs to another life of the run."""
+        self.life = life
         self._write(self._log_file, f"{LIFE_LINE}{life}")
 
     @property
@@ -88,9 +94,12 @@ class Recorder:
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._write(self._metrics, json.dumps(line, allow_nan=False))
         if training:
+            while self.curve and self.curve[-1][0] >= step:  # of an earlier life
+                self.curve.pop()
             self.curve.append((step, numbers.get("reward/mean", math.nan)))
             self._screen.step(step, elapsed, numbers)
         else:
+            self.evaluated = numbers
             values = ", ".join(f"{name} {value:.3f}" for name, value in sorted(numbers.items()))
             self.note(f"step {step}: {values}")
 

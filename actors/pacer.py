@@ -8,7 +8,7 @@ Knows numbers only: no tasks, episodes or weights. All but `acquire` is non-bloc
 """
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import trio
 
@@ -25,9 +25,11 @@ class Pacer:
         max_redraws: how often a slot may be reopened with another task.
         weight_sync_steps: optimizer steps between two publications of weights.
         first_step: steps already trained, when a run resumes.
+        attested: whether the samplers hold that step's weights already; if not, nothing is admitted before they do.
 
     Attributes:
         groups_per_step: g.
+        first_step: as given.
         version: step number of the newest weights that every live sampler has attested.
         total: slots there are to train, or None while unknown.
 
@@ -43,6 +45,7 @@ class Pacer:
         max_redraws: int,
         weight_sync_steps: int,
         first_step: int = 0,
+        attested: bool = True,
     ) -> None:
         for name, value, least in (
             ("groups_per_step", groups_per_step, 1),
@@ -60,7 +63,8 @@ class Pacer:
                 f"{max_staleness}: the last step before a sync trains tokens whose weights are {weight_sync_steps} - 1 "
                 f"steps old. Set weight_sync_steps = {max_staleness + 1} or max_staleness = {weight_sync_steps - 1}"
             )
-        self.version = first_step
+        self.first_step = first_step
+        self.version = first_step if attested else first_step - max_staleness - 1
         self.total = None if max_steps is None else max_steps * groups_per_step
         self.groups_per_step = groups_per_step
         self._max_staleness = max_staleness
@@ -123,7 +127,9 @@ class Pacer:
                 return None
             if self._may_admit():
                 self._next += 1
-                return self._next - 1
+                if self._next - 1 not in self._closed_above:  # else it had ended before this life began
+                    return self._next - 1
+                continue
             await self._waiting.park()
 
     def reopen(self, slot: int) -> bool:
@@ -149,9 +155,7 @@ class Pacer:
         self._refuse_unless_open(slot)
         self._redraws.pop(slot, None)
         self._closed_above.add(slot)
-        while self._all_closed_below in self._closed_above:
-            self._closed_above.remove(self._all_closed_below)
-            self._all_closed_below += 1
+        self._move_on()
         self._waiting.unpark_all()
 
     def attest(self, step: int) -> None:
@@ -168,11 +172,13 @@ class Pacer:
         Returns:
             Whether that slot was never used and is taken back. If not, the caller sends it on as void.
         """
-        taken_back = not self._sealed and unused is not None and unused == self._next - 1 and not self.redraws(unused)
+        beyond = max(self._closed_above, default=-1)  # of an earlier life, maybe
+        last = unused is not None and unused == self._next - 1 > beyond
+        taken_back = last and not self._sealed and not self.redraws(self._next - 1)
         if taken_back:
             self._next -= 1
         self._sealed = True
-        self.total = self._next
+        self.total = max(self._next, beyond + 1)
         self._waiting.unpark_all()
         return taken_back
 
@@ -181,19 +187,31 @@ class Pacer:
         self._stopped = True
         self._waiting.unpark_all()
 
-    def restore(self, redraws: Mapping[int, int]) -> None:
-        """After a resume, remember how often the slots that were open had been reopened.
+    def restore(self, redraws: Mapping[int, int], ended: Collection[int] = ()) -> None:
+        """After a resume, remember how often the slots that were open had been reopened, and which have ended.
+
+        Args:
+            redraws: by slot.
+            ended: slots whose groups an earlier life had completed; they are not handed out again.
 
         Raises:
             ValueError: a slot lies before `first_step`, or something was admitted already.
         """
-        for slot, count in redraws.items():
+        for slot in (*redraws, *ended):
             if slot < self._next:
                 raise ValueError(
-                    f"slot {slot} cannot be restored with {count} redraws: slots below {self._next} are closed or "
-                    "admitted; restore the slots of a checkpoint right after building the pacer with its step"
+                    f"slot {slot} cannot be restored: slots below {self._next} are closed or admitted; restore the "
+                    "slots of a checkpoint right after building the pacer with its step"
                 )
-        self._redraws.update({slot: count for slot, count in redraws.items() if count})
+        self._redraws.update({slot: count for slot, count in redraws.items() if count and slot not in ended})
+        self._closed_above.update(ended)
+        self._move_on()
+
+    def _move_on(self) -> None:
+        while self._all_closed_below in self._closed_above:
+            self._closed_above.remove(self._all_closed_below)
+            self._all_closed_below += 1
+        self._next = max(self._next, self._all_closed_below)
 
     def _may_admit(self) -> bool:
         return (self.total is None or self._next < self.total) and (

@@ -29,11 +29,14 @@ _FIXED = (
 )
 """What checkpoints and the training order are made of: a run that goes on cannot change it."""
 
+_ASIDE = ("run", "log", "checkpoint", "evaluation", "train.max_steps", "rollout.max_concurrency")
+"""What has no part in which weights a step's groups lead to."""
+
 
 class RunDirectory:
     """A run directory, locked for as long as it is entered. The lock ends with the process, however that ends.
 
-    Layout: `config.toml` (resolved), `metrics.jsonl`, `episodes.jsonl`, `log.txt`, `checkpoints/`, `lock`.
+    Layout: `config.toml` (resolved), `metrics.jsonl`, `episodes.jsonl`, `log.txt`, `checkpoints/`, `ledger/`, `lock`.
 
     Args:
         path: the directory; made when a run is created in it.
@@ -46,6 +49,7 @@ class RunDirectory:
         self.episodes = self.path / "episodes.jsonl"
         self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
+        self.ledger = self.path / "ledger"
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
 
@@ -79,7 +83,7 @@ class RunDirectory:
             raise ConfigError(f"there is no run in {self.path} to go on with; leave --resume out to start one")
         self.lock()
         changes = differences(load_config(self.config), config)
-        fixed = {key: values for key, values in changes.items() if _is_fixed(key)}
+        fixed = {key: values for key, values in changes.items() if _is_among(key, _FIXED)}
         if fixed:
             lines = [f"  {key}: the run has {before!r}, given is {after!r}" for key, (before, after) in fixed.items()]
             raise ConfigError(
@@ -159,5 +163,10 @@ def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def _is_fixed(key: str) -> bool:
-    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED)
+def changes_learning(key: str) -> bool:
+    """Whether other weights may follow from the same groups when this key changes."""
+    return not _is_among(key, _ASIDE)
+
+
+def _is_among(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in sections)

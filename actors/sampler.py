@@ -4,21 +4,22 @@ Knows the engine's interface, not its maths: the engine is deaf to Trio and is c
 accelerator. Requests come over a bounded channel; answers, cancellations and weights travel without blocking anyone.
 """
 
-import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import trio
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from trouper.actors.accelerator import Accelerator
-from trouper.channels import Receiver, Reply, SamplerError, Sampling, Sender, SyncError, Turn, Weights
+from trouper.channels import Receiver, Reply, RunError, SamplerError, SyncError, Turn, Weights
 from trouper.learner.engine import Finished, Request
+from trouper.learner.request import joined, rest
 
 MAX_DELIVERIES = 2
 """How often a request may be in flight when the sampler dies before it is failed instead of tried again."""
+
+log = logging.getLogger(__name__)
 
 
 class GenerationEngine(Protocol):
@@ -35,6 +36,9 @@ class GenerationEngine(Protocol):
 
     def swap(self, params: Any, version: tuple[int, int], kv: Literal["keep", "recompute"]) -> None:
         """Sample under other weights from now on."""
+
+    def abort(self, id: int) -> Turn | None:
+        """End a request; what was sampled of it so far, if anything."""
 
     def cancel(self, id: int) -> None:
         """Forget a request."""
@@ -54,6 +58,22 @@ class Generate(Struct, frozen=True, eq=False):
 
     request: Request
     reply: Reply[Turn]
+
+
+class _Job(Struct, eq=False):
+    """A request that was taken in.
+
+    Attributes:
+        asked: as it came.
+        left: what is still to be asked of the engine.
+        so_far: what was sampled of it before it was aborted, if it was.
+        deaths: how often it was in flight when the sampler died.
+    """
+
+    asked: Generate
+    left: Request
+    so_far: Turn | None = None
+    deaths: int = 0
 
 
 class _Update(Struct, frozen=True, eq=False):
@@ -86,7 +106,7 @@ class Sampler:
         accelerator: Accelerator,
         *,
         max_waiting: int,
-        mode: Literal["in_flight", "drain"] = "in_flight",
+        mode: Literal["in_flight", "drain", "abort"] = "in_flight",
         kv: Literal["keep", "recompute"] = "keep",
         drain_timeout: float = 60.0,
     ) -> None:
@@ -96,13 +116,17 @@ class Sampler:
         self._max_waiting = max_waiting
         self._mode = mode
         self._kv = kv
-        self._drain_timeout = drain_timeout
-        self._waiting: dict[int, Generate] = {}
-        self._running: dict[int, Generate] = {}
-        self._deliveries: dict[int, int] = {}
+        self._drain_timeout = drain_timeout if mode == "drain" else 0.0
+        self._waiting: dict[int, _Job] = {}
+        self._running: dict[int, _Job] = {}
         self._cancelled: list[int] = []
         self._released: list[int] = []
         self._update: _Update | None = None
+        # False from the beginning of a swap until its checksum holds: what would be sampled could be anything.
+        self._attested = True
+        self._life = trio.CancelScope()
+        self._death = ""
+        self._restart_reason = ""
         self._closed = False
         self._change = trio.lowlevel.ParkingLot()
         self._space = trio.lowlevel.ParkingLot()
@@ -120,7 +144,6 @@ class Sampler:
     def cancel(self, id: int) -> None:
         """The asker of this request has gone."""
         if self._waiting.pop(id, None) is not None:
-            self._deliveries.pop(id, None)
             self._space.unpark_all()
         elif id in self._running:
             self._cancelled.append(id)
@@ -131,7 +154,19 @@ class Sampler:
         self._released.append(conversation)
 
     async def update(self, weights: Weights) -> int:
-        """Swap to these weights; returns the checksum of what the engine then holds."""
+        """Swap to these weights; a life that dies meanwhile leaves it to the next one.
+
+        What the engine holds already, the same parameters under the same version, is only attested: no keys and values
+        are lost.
+
+        Returns:
+            The checksum of what the engine then holds. If it is not that of `weights`, nothing is sampled until another
+            update or `restart` has brought the engine to weights that hold.
+
+        Raises:
+            SyncError: newer weights are held, or came meanwhile.
+            Exception: what the engine raised; nothing is sampled until another update or `restart`.
+        """
         update = _Update(weights, Reply())
         if self._update is not None:
             self._update.reply.fail(SyncError(f"weights {self._update.weights.version} were overtaken"))
@@ -144,36 +179,72 @@ class Sampler:
                 self._update = None
             self._change.unpark_all()
 
+    def restart(self, weights: Weights, reason: str) -> None:
+        """End the present life with an error; the next one builds its engine from these weights.
+
+        Args:
+            weights: instead of those that the engine could not be brought to.
+            reason: what the error says.
+        """
+        self.weights = weights
+        self._restart_reason = reason
+        self._life.cancel()
+
     # ------------------------------------------------------------------ the actor
 
     async def run(
         self, requests: Receiver[Generate], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Serve until every asker has ended and everything asked is answered."""
+        """Serve until every asker has ended and everything asked is answered.
+
+        Raises:
+            SamplerError: `restart` was called; whoever supervises this has to start it again.
+            Exception: what the engine raised.
+        """
+        with trio.CancelScope() as self._life:
+            await self._live(requests, task_status)
+        if self._life.cancelled_caught:
+            raise SamplerError(f"{self._restart_reason}; it begins anew with weights {self.weights.version}")
+
+    async def _live(self, requests: Receiver[Generate], task_status: trio.TaskStatus[None]) -> None:
         engine = await self._accelerator.run(self._make_engine, self.weights)
         await self._accelerator.run(engine.warm_up)
+        self._attested = True
         self._ask_again()
         task_status.started()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._take_in, requests, engine)
-            await self._serve(engine)
+            try:
+                await self._serve(engine)
+            except Exception as error:
+                self._death = f"{type(error).__name__}: {error}"
+                raise
             nursery.cancel_scope.cancel()
 
     def _ask_again(self) -> None:
+        """Let wait what was in flight when the last life ended; a death that it may have caused counts against it."""
         self._cancelled.clear()
         self._released.clear()  # a new engine knows no conversations
-        again, self._running = self._running, {}
-        for id, generate in again.items():
-            if generate.reply.answered:  # its asker went while nothing ran here
-                del self._deliveries[id]
-            elif self._deliveries[id] >= MAX_DELIVERIES:
-                del self._deliveries[id]
-                generate.reply.fail(SamplerError(f"request {id} was in flight each of {MAX_DELIVERIES} times it died"))
-            else:
-                self._waiting[id] = generate
+        again: dict[int, _Job] = {}
+        for id, job in self._running.items():
+            job.deaths += bool(self._death)
+            if job.asked.reply.answered:  # its asker went while nothing ran here
+                continue
+            if job.deaths < MAX_DELIVERIES:
+                again[id] = job
+                continue
+            job.asked.reply.fail(
+                SamplerError(
+                    f"request {id} was in flight at {job.deaths} deaths of the sampler and is not tried again; "
+                    f"the last one was {self._death}"
+                )
+            )
+        self._running, self._waiting, self._death = {}, again | self._waiting, ""
 
     async def _take_in(self, requests: Receiver[Generate], engine: GenerationEngine) -> None:
         self._closed = False
+        # Also before the first: what was in flight at a death waits again.
+        await self._room()
         async for generate in requests:
             if generate.reply.answered:  # its asker has gone
                 continue
@@ -182,33 +253,36 @@ class Sampler:
             except SamplerError as error:
                 generate.reply.fail(error)
                 continue
-            self._waiting[generate.request.id] = generate
+            self._waiting[generate.request.id] = _Job(generate, generate.request)
             self._change.unpark_all()
-            while len(self._waiting) >= self._max_waiting:
-                await self._space.park()
+            await self._room()
         self._closed = True
         self._change.unpark_all()
 
+    async def _room(self) -> None:
+        while len(self._waiting) >= self._max_waiting:
+            await self._space.park()
+
     async def _serve(self, engine: GenerationEngine) -> None:
-        drain_until: float | None = None
+        swap_at: float | None = None
         while True:
             self._forget(engine)
             update = self._update
-            if update is not None and self._mode == "drain" and drain_until is None:
-                drain_until = trio.current_time() + self._drain_timeout
-            if update is not None and (
-                self._mode == "in_flight" or not self._running or trio.current_time() >= (drain_until or 0.0)
-            ):
-                await self._swap(engine, update)
-                drain_until = None
-                continue
             if update is None:
-                drain_until = None
-                self._submit(engine)
-            if self._running:
+                swap_at = None
+                if self._attested:
+                    self._submit(engine)
+            else:
+                if swap_at is None:
+                    swap_at = trio.current_time() + self._drain_timeout
+                if not (self._running and self._attested) or trio.current_time() >= swap_at:
+                    await self._swap(engine, update)
+                    swap_at = None
+                    continue
+            if self._running and self._attested:
                 for finished in await self._accelerator.run(engine.step):
                     self._answer(finished)
-            elif self._closed and not self._waiting and update is None:
+            elif self._closed and not self._waiting and not self._running and update is None:
                 self.ended = True
                 return
             else:
@@ -218,110 +292,70 @@ class Sampler:
         cancelled, self._cancelled = self._cancelled, []
         for id in cancelled:
             if self._running.pop(id, None) is not None:
-                del self._deliveries[id]
                 engine.cancel(id)
         released, self._released = self._released, []
         for conversation in released:
             engine.release(conversation)
 
     def _submit(self, engine: GenerationEngine) -> None:
-        for id, generate in self._waiting.items():
-            engine.submit(generate.request)
-            self._running[id] = generate
-            self._deliveries[id] = self._deliveries.get(id, 0) + 1
+        for id, job in self._waiting.items():
+            engine.submit(job.left)
+            self._running[id] = job
         self._waiting.clear()
         self._space.unpark_all()
 
     async def _swap(self, engine: GenerationEngine, update: _Update) -> None:
         weights = update.weights
-        await self._accelerator.run(engine.swap, weights.params, weights.version, self._kv)
-        checksum = await self._accelerator.run(engine.checksum)
+        if weights.version < self.weights.version:
+            self._settle(update)
+            update.reply.fail(SyncError(f"weights {weights.version} lie before {self.weights.version}, which it holds"))
+            return
+        if self._mode != "in_flight":
+            self._take_back(engine)
+        held = self._attested and weights.version == self.weights.version and weights.params is self.weights.params
+        self._attested = False
+        try:
+            checksum = await self._accelerator.run(engine.checksum) if held else None
+            if checksum is None or checksum != weights.checksum:
+                await self._accelerator.run(engine.swap, weights.params, weights.version, self._kv)
+                checksum = await self._accelerator.run(engine.checksum)
+        except RunError:
+            raise  # not the swap's failure but the device's: nothing goes on
+        except Exception as error:
+            # Whatever the engine raised, who brings the weights decides what comes next.
+            log.warning("weights %s could not be taken", weights.version, exc_info=error)
+            self._settle(update)
+            update.reply.fail(error)
+            return
+        # A device call is waited for even by a life that `restart` has ended: the next one has other weights.
+        await trio.lowlevel.checkpoint_if_cancelled()
         self.weights = weights
-        if self._update is update:
-            self._update = None
+        self._attested = checksum == weights.checksum
+        self._settle(update)
         update.reply.set(checksum)
 
+    def _settle(self, update: _Update) -> None:
+        if self._update is update:
+            self._update = None
+
+    def _take_back(self, engine: GenerationEngine) -> None:
+        """Abort what runs; it waits, before all others, to go on from the tokens that it has."""
+        taken: dict[int, _Job] = {}
+        for id, job in self._running.items():
+            part = engine.abort(id)
+            if part is not None:
+                self.sampled_tokens += len(part.tokens)
+                job.so_far = part if job.so_far is None else joined(job.so_far, part)
+                left = rest(job.asked.request, job.so_far)
+                if left is None:
+                    job.asked.reply.set(job.so_far)
+                    continue
+                job.left = left
+            taken[id] = job
+        self._running, self._waiting = {}, taken | self._waiting
+
     def _answer(self, finished: Finished) -> None:
-        generate = self._running.pop(finished.id, None)
-        if generate is not None:  # else it was cancelled while the chunk ran
-            del self._deliveries[finished.id]
+        job = self._running.pop(finished.id, None)
+        if job is not None:  # else it was cancelled while the chunk ran
             self.sampled_tokens += len(finished.turn.tokens)
-            generate.reply.set(finished.turn)
-
-
-class Generator:
-    """One conversation's way to a sampler: what `Conversation` calls to get a turn.
-
-    Args:
-        sampler: who answers.
-        requests: the channel to it.
-        seed: of the attempt; with a token's position it decides the token.
-        attempt_scope: what a failure of the sampler cancels, so that agent code never sees it.
-
-    Attributes:
-        failure: what the sampler could not do, if anything.
-        seconds: spent waiting for turns.
-    """
-
-    def __init__(
-        self, sampler: Sampler, requests: Sender[Generate], seed: int, attempt_scope: trio.CancelScope
-    ) -> None:
-        self._sampler = sampler
-        self._requests = requests
-        # Attempts of training and evaluation share draws and members: only a number of its own is unique.
-        self._conversation = sampler.next_id()
-        self._seed = self._row_seed = seed
-        self._reached = self._rewrites = 0
-        self._attempt_scope = attempt_scope
-        self.failure: SamplerError | None = None
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.seconds = 0.0
-
-    async def __call__(
-        self, tokens: NDArray[np.int32], *, max_tokens: int, stop: tuple[int, ...], sampling: Sampling
-    ) -> Turn:
-        """One model call over the whole context; a caller that is cancelled takes its request back.
-
-        A context that was rewritten comes to positions where tokens were drawn before: with the same seed an agent
-        that tries a turn again would get it word for word.
-        """
-        if len(tokens) < self._reached:
-            self._rewrites += 1
-            key = f"{self._seed}/{self._rewrites}".encode()
-            self._row_seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
-            self._reached = 0
-        request = Request(
-            id=self._sampler.next_id(),
-            conversation=self._conversation,
-            tokens=tokens,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop,
-            seed=self._row_seed,
-        )
-        generate = Generate(request, Reply())
-        started = trio.current_time()
-        try:
-            await self._requests.send(generate)
-            turn = await generate.reply.wait()
-            self._digest.update(turn.tokens.tobytes())
-            self._reached = len(tokens) + len(turn.tokens)
-            return turn
-        except SamplerError as error:
-            self.failure = error
-            self._attempt_scope.cancel()
-            await trio.lowlevel.checkpoint_if_cancelled()
-            raise
-        finally:
-            self.seconds += trio.current_time() - started
-            if not generate.reply.answered:
-                generate.reply.fail(SamplerError(f"nobody waits for request {request.id} any more"))
-                self._sampler.cancel(request.id)
-
-    def digest(self) -> str:
-        """A hash of all ids that were sampled, in order; `Episode.digest` must equal it."""
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        """The conversation is over."""
-        self._sampler.release(self._conversation)
+            job.asked.reply.set(finished.turn if job.so_far is None else joined(job.so_far, finished.turn))

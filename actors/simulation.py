@@ -5,10 +5,10 @@ is played in a test: a day of tool latency in a second, and the same again for t
 `trio.testing.MockClock(autojump_threshold=0)`, with async environments or `environment.isolation = "inline"`: a mock
 clock leaps past what happens in threads.
 
-    learner = SimulatedLearner()
+    learner, checkpoints = SimulatedLearner(), MemoryCheckpoints()
     StandardRun(
-        config, world, learner, learner.publish, SimulatedEngine, recorder, MemoryCheckpoints(), learner.weights(),
-        make_accelerator=SimulatedAccelerator,
+        config, cast, learner, learner.publish, partial(learner.rewind, checkpoints), SimulatedEngine, recorder,
+        checkpoints, Ledger(folder), learner.weights(), NOTHING, make_accelerator=SimulatedAccelerator,
     )
 """
 
@@ -18,9 +18,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 import trio
 
+from trouper.actors.accelerator import name_of
+from trouper.actors.trainer import CheckpointMeta
 from trouper.channels import FinishReason, Group, Turn, Weights
 from trouper.learner.engine import Finished, Request
 from trouper.learner.request import check
@@ -44,6 +47,7 @@ class SimulatedAccelerator:
     def __init__(self, name: str, seconds: Callable[[str], float] = default_seconds) -> None:
         self.name = name
         self.busy_seconds = 0.0
+        self.running: tuple[str, float] | None = None
         self._seconds = seconds
         self._one_at_a_time = trio.Lock()
 
@@ -51,8 +55,10 @@ class SimulatedAccelerator:
         """Run `call(*args)`; like a device's, the call cannot be interrupted once it has begun."""
         async with self._one_at_a_time:
             seconds = self._seconds(getattr(call, "__name__", type(call).__name__))
+            self.running = (name_of(call), trio.current_time())
             with trio.CancelScope(shield=True):
                 await trio.sleep(seconds)
+            self.running = None
             self.busy_seconds += seconds
             return call(*args)
 
@@ -78,7 +84,8 @@ class SimulatedEngine:
         self._length = length
         self._chunk = chunk
         self._requests: dict[int, Request] = {}
-        self._sampled: dict[int, list[tuple[int, int]]] = {}
+        # By request: each token, the step of the weights that sampled it, and that of the oldest keys it attended to.
+        self._sampled: dict[int, list[tuple[int, int, int]]] = {}
         self._oldest: dict[object, int] = {}  # by conversation: the step under which its first keys were made
 
     @property
@@ -101,12 +108,12 @@ class SimulatedEngine:
         """One chunk for the oldest requests, as many as there are slots."""
         finished = []
         for request in list(self._requests.values())[: self._slots]:
-            self._oldest.setdefault(request.conversation, self.version[1])
+            oldest = self._oldest.setdefault(request.conversation, self.version[1])
             sampled = self._sampled[request.id]
             reason: FinishReason | None = None
             for _ in range(self._chunk):
                 token = self.token(request.seed, len(request.tokens) + len(sampled))
-                sampled.append((token, self.version[1]))
+                sampled.append((token, self.version[1], oldest))
                 if token in request.stop or len(sampled) == request.max_tokens:
                     reason = "stop" if token in request.stop else "length"
                     break
@@ -121,22 +128,28 @@ class SimulatedEngine:
         return int.from_bytes(digest, "little") % self._vocabulary
 
     def _turn(self, request: Request, finish: FinishReason) -> Turn:
-        tokens, versions = zip(*self._sampled[request.id], strict=True)
+        tokens, versions, attended = zip(*self._sampled[request.id], strict=True)
         return Turn(
             tokens=np.array(tokens, np.int32),
             logprobs=np.full(len(tokens), -math.log(self._vocabulary), np.float32),
             versions=np.array(versions, np.int32),
             finish=finish,
-            kv_version=self._oldest[request.conversation],
+            kv_version=attended[0],
         )
 
     def swap(self, params: Any, version: tuple[int, int], kv: Literal["keep", "recompute"]) -> None:
         """Stamp what is sampled from now on with this version."""
         if version < self.version:
             raise ValueError(f"weights {version} lie before {self.version}; (life, step) must grow")
-        self._params, self.version = params, version
-        if kv == "recompute":
+        if kv == "recompute" or version == self.version or version[0] != self.version[0]:
             self._oldest.clear()
+        self._params, self.version = params, version
+
+    def abort(self, id: int) -> Turn | None:
+        """End a request with what was sampled of it so far."""
+        turn = self._turn(self._requests[id], "length") if self._sampled.get(id) else None
+        self.cancel(id)
+        return turn
 
     def cancel(self, id: int) -> None:
         """Forget a request."""
@@ -207,10 +220,13 @@ class SimulatedLearner:
         """What a checkpoint holds."""
         return {"step": self.step}
 
-    def load_state_tree(self, tree: dict[str, int]) -> None:
-        """Go on from a checkpoint."""
-        self.step = tree["step"]
+    def rewind(self, checkpoints: "MemoryCheckpoints") -> CheckpointMeta | None:
+        """Go back to the newest checkpoint and return its record; to the beginning, and None, where there is none."""
         self._added.clear()
+        newest = checkpoints.latest()
+        tree, meta = ({"step": 0}, None) if newest is None else checkpoints.restore(newest)
+        self.step = tree["step"]
+        return None if meta is None else msgspec.convert(meta, CheckpointMeta)
 
 
 class MemoryCheckpoints:
@@ -223,7 +239,7 @@ class MemoryCheckpoints:
     def __init__(self) -> None:
         self.saved: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
+    def save(self, step: int, tree: Any, meta: dict[str, Any], score: float | None) -> None:
         """Keep a copy."""
         self.saved[step] = (copy.deepcopy(tree), copy.deepcopy(meta))
 

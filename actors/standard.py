@@ -6,26 +6,30 @@ The graph is an ordinary one; a graph of your own may use the same actors. Knows
 `trouper.actors.launch` loads what goes in.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import trio
 from msgspec import Struct
 
 from trouper.actors.accelerator import Accelerator, DeviceThread
-from trouper.actors.barrier import Barrier
+from trouper.actors.barrier import Attested, Barrier
 from trouper.actors.child import NEVER, ON_ERROR
 from trouper.actors.config import RunConfig
 from trouper.actors.episode import Breaker, EpisodeRules, EpisodeSlots
 from trouper.actors.evaluator import Evaluator
 from trouper.actors.graph import Graph
-from trouper.actors.grouper import Grouper
+from trouper.actors.ledger import Ledger
+from trouper.actors.life import Life
 from trouper.actors.metrics import Recorder
-from trouper.actors.pacer import Pacer
+from trouper.actors.redo import Resumed, begin
 from trouper.actors.sampler import Generate, GenerationEngine, Sampler
-from trouper.actors.source import Source
-from trouper.actors.trainer import CheckpointFolder, CheckpointMeta, PolicyLearner, Trainer
-from trouper.channels import Attempt, Group, Outcome, Sampling, Weights
+from trouper.actors.supervisor import Strategy
+from trouper.actors.trainer import CheckpointFolder, CheckpointMeta, PolicyLearner
+from trouper.channels import Attempt, Exited, Group, Outcome, Receiver, Sampling, Sender, Weights
 from trouper.envs import Agent, Chat, Rewards, Tasks
 
 
@@ -57,14 +61,22 @@ class StandardRun:
         cast: what it names.
         learner: holds the parameters.
         publish: a copy of them for the samplers, and its checksum.
+        rewind: puts the learner back to the newest checkpoint and returns its JSON item; to the beginning, and None,
+            where there is no checkpoint.
         make_engine: builds a generation engine that holds given weights.
         recorder: takes metrics and notes.
         checkpoints: where to save.
+        ledger: remembers draws and complete groups; the first life has begun in it.
         weights: the first ones.
-        resumed: the newest checkpoint's JSON item, if there is one.
+        resumed: what earlier processes left, if any.
         wire: puts the actors into a graph; `standard_graph` when None.
         make_accelerator: makes what runs the calls of the named part; a simulation gives its own.
+
+    Attributes:
+        life: the present one, once the trainer has begun.
     """
+
+    life: Life
 
     def __init__(
         self,
@@ -72,30 +84,29 @@ class StandardRun:
         cast: Cast,
         learner: PolicyLearner,
         publish: Callable[[], tuple[Any, int]],
+        rewind: Callable[[], CheckpointMeta | None],
         make_engine: Callable[[Weights], GenerationEngine],
         recorder: Recorder,
         checkpoints: CheckpointFolder,
+        ledger: Ledger,
         weights: Weights,
-        resumed: CheckpointMeta | None = None,
+        resumed: Resumed,
+        *,
         wire: "Callable[[StandardRun], Graph] | None" = None,
         make_accelerator: Callable[[str], Accelerator] = DeviceThread,
     ) -> None:
         self.config = config
         self._cast = cast
         self._recorder = recorder
-        rollout, train, sync = config.rollout, config.train, config.sync
-        self.pacer = Pacer(
-            groups_per_step=train.groups_per_step,
-            max_staleness=rollout.max_staleness,
-            max_steps=train.max_steps,
-            max_redraws=rollout.max_redraws,
-            weight_sync_steps=sync.weight_sync_steps,
-            first_step=weights.step,
-        )
-        if resumed:
-            self.pacer.restore({open_.slot: open_.redraws for open_ in resumed.source.open})
+        self._learner = learner
+        self._publish = publish
+        self._rewind = rewind
+        self._checkpoints = checkpoints
+        self._ledger = ledger
+        rollout, sync = config.rollout, config.sync
         self.sampler_device = make_accelerator("sampler")
         self.trainer_device = make_accelerator("trainer")
+        self._disk = make_accelerator("ledger")
         self.breaker = Breaker(rollout.max_consecutive_lost, rollout.max_lost_fraction)
         self.sampler = Sampler(
             make_engine,
@@ -106,43 +117,84 @@ class StandardRun:
             kv=sync.kv,
             drain_timeout=sync.drain_timeout,
         )
-        self.barrier = Barrier([self.sampler], self.pacer, timeout=sync.timeout)
-        self.source = Source(
-            cast.tasks,
-            self.pacer,
-            num_generations=rollout.num_generations,
-            run_seed=config.run.seed,
-            resumed=resumed.source if resumed else None,
-        )
+        first = Attested(weights.life, weights.step)
+        self.barrier = Barrier([self.sampler], self._attest, first=first, timeout=sync.timeout)
         self.episodes = self._slots(rollout.max_concurrency, config.sampling.temperature, 1.0, 0, self.breaker)
-        self.grouper = Grouper(
-            self.pacer,
-            num_generations=rollout.num_generations,
-            estimator=train.advantage_estimator,
-            scale_rewards=train.scale_rewards,
-            lost_members=rollout.lost_members,
-            min_members=rollout.min_members,
-            dynamic_sampling=rollout.dynamic_sampling,
-        )
-        self.trainer = Trainer(
-            learner,
-            publish,
-            self.trainer_device,
-            self.pacer,
-            self.source,
-            checkpoints,
-            recorder,
-            gauges=self._gauges,
-            weights=weights,
-            weight_sync_steps=sync.weight_sync_steps,
-            save_interval_steps=config.checkpoint.save_interval_steps,
-            mask_truncated=rollout.mask_truncated,
-            drop_last=train.drop_last,
-            max_empty_steps=train.max_empty_steps,
-        )
         self.evaluator = self._make_evaluator() if cast.held_out is not None else None
-        self.graph = (wire or standard_graph)(self)
+        # How the next life begins; the first one with what the process began with.
+        self._next: tuple[Weights, Resumed] | None = (weights, resumed)
         self._last_gauges: dict[str, float] = {}
+        self.graph = (wire or standard_graph)(self)
+
+    # The learning domain: whatever fails in it, all of it begins again with the trainer ------------------------
+
+    async def train(
+        self,
+        inbox: Receiver[Group],
+        outbox: Sender[Weights],
+        stop: trio.Event,
+        *,
+        task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """The trainer. Its start begins a life, so it is the first of its domain."""
+        await self._begin_life()
+        await self.life.trainer.run(inbox, outbox, stop, task_status=task_status)
+
+    async def group(self, inbox: Receiver[Outcome], outbox: Sender[Group]) -> None:
+        """The grouper."""
+        await self.life.grouper.run(inbox, outbox)
+
+    async def draw(self, outbox: Sender[Attempt], voids: Sender[Outcome]) -> None:
+        """The source."""
+        await self.life.source.run(outbox, voids)
+
+    async def _begin_life(self) -> None:
+        (weights, resumed), self._next = self._next or await self._after_failure(), None
+        for damage in resumed.damaged:
+            self._recorder.note(damage)
+        if resumed.position.open:
+            self._recorder.note(resumed.describe(weights.life, weights.step))
+        self._last_gauges = {name: at for name, at in self._last_gauges.items() if not name.startswith("grouper/")}
+        self.life = Life(
+            self.config,
+            self._cast.tasks,
+            self._learner,
+            self._publish,
+            self.trainer_device,
+            self._disk,
+            self._ledger,
+            self._checkpoints,
+            self._recorder,
+            self._gauges,
+            weights,
+            resumed,
+        )
+
+    async def _after_failure(self) -> tuple[Weights, Resumed]:
+        life = self.life.number + 1
+        saved = await self.trainer_device.run(self._rewind)
+        params, checksum = await self.trainer_device.run(self._publish)
+        self._recorder.begin_life(life)
+        step = saved.step if saved else 0
+        source = saved.source if saved else None
+        resumed = await self._disk.run(
+            partial(begin, self._ledger, source, self.config, life=life, step=step, redo=True)
+        )
+        return Weights(life=life, step=step, params=params, checksum=checksum), resumed
+
+    def _attest(self, weights: Weights) -> None:
+        if weights.life == self.life.number:  # else they are of a life that has failed meanwhile
+            self.life.pacer.attest(weights.step)
+
+    def note(self, text: str) -> None:
+        """Show a line to whoever watches the run, and keep it."""
+        self._recorder.note(text)
+
+    def note_exit(self, exited: Exited) -> None:
+        """Write down what failed, and which life of it."""
+        if exited.error is not None:
+            error = exited.error
+            self._recorder.log(f"{exited.name} failed in its life {exited.attempt}: {type(error).__name__}: {error}")
 
     def _slots(self, concurrency: int, temperature: float, top_p: float, top_k: int, breaker: Breaker) -> EpisodeSlots:
         config, cast = self.config, self._cast
@@ -192,10 +244,17 @@ class StandardRun:
             "sampler/tokens": float(self.sampler.sampled_tokens),
             "supervisor/restarts": float(self.graph.restarts),
             "env/restarts": float(self.episodes.restarts),
+            "loop/blocked_seconds": self.graph.heartbeat.blocked_seconds,
+            "loop/incidents": float(self.graph.heartbeat.incidents),
         }
         totals |= {f"env/failures/{kind}": float(count) for kind, count in self.breaker.lost.items()}
-        totals |= {f"grouper/{name}": float(count) for name, count in self.grouper.counts.items()}
-        gauges = {"episodes/busy": float(self.episodes.busy), "grouper/open_groups": float(self.grouper.open_groups)}
+        grouper = self.life.grouper
+        totals |= {f"grouper/{name}": float(count) for name, count in grouper.counts.items()}
+        gauges = {
+            "episodes/busy": float(self.episodes.busy),
+            "grouper/open_groups": float(grouper.open_groups),
+            "tasks/quarantined": float(len(self.life.quarantine.causes)),
+        }
         for channel in self.graph.statistics():
             gauges[f"queue/{channel.name}/depth"] = float(channel.depth)
             totals[f"queue/{channel.name}/wait_s"] = channel.send_wait
@@ -207,7 +266,14 @@ class StandardRun:
 def standard_graph(run: StandardRun) -> Graph:
     """How the actors of a run are wired, unless you wire them yourself."""
     config = run.config
-    graph = Graph(config.run.name, seed=config.run.seed)
+    graph = Graph(
+        config.run.name,
+        max_restarts=config.run.max_restarts,
+        window=config.run.restart_window,
+        seed=config.run.seed,
+        on_exit=run.note_exit,
+        note=run.note,
+    )
     per_step = config.train.groups_per_step * config.rollout.num_generations
     tasks = graph.channel("tasks", Attempt, capacity=config.rollout.num_generations)
     episodes = graph.channel("episodes", Outcome, capacity=per_step)
@@ -215,23 +281,29 @@ def standard_graph(run: StandardRun) -> Graph:
     weights = graph.channel("weights", Weights, capacity=1)
     requests = graph.channel("requests", Generate, capacity=config.engine.slots)
     # Declared in the order of starting: consumers first, so that a stop reaches the source first.
-    graph.actor("sampler", run.sampler.run, requests=requests, restart=ON_ERROR, start_timeout=float("inf"))
+    graph.actor("sampler", run.sampler.run, requests=requests, restart=ON_ERROR, start_timeout=math.inf)
     graph.actor("barrier", run.barrier.run, inbox=weights, restart=NEVER)
     if run.evaluator is not None:
         graph.actor("evaluator", run.evaluator.run, requests=requests, restart=NEVER)
         graph.link("barrier", "evaluator", "attested step")
-    graph.actor(
-        "trainer",
-        run.trainer.run,
-        inbox=groups,
-        outbox=weights,
-        restart=NEVER,
-        start_timeout=float("inf"),
-        grace=float("inf"),  # it ends after the running device call and the checkpoint
-    )
-    graph.actor("grouper", run.grouper.run, inbox=episodes, outbox=groups, restart=NEVER)
-    graph.actor("episodes", run.episodes.run, inbox=tasks, outbox=episodes, requests=requests, restart=NEVER)
-    graph.actor("source", run.source.run, outbox=tasks, voids=episodes, restart=NEVER)
+    with graph.domain(
+        "learning",
+        strategy=Strategy.ONE_FOR_ALL,
+        max_restarts=config.run.max_restarts,
+        window=config.run.restart_window,
+    ):
+        graph.actor(
+            "trainer",
+            run.train,
+            inbox=groups,
+            outbox=weights,
+            restart=ON_ERROR,
+            start_timeout=math.inf,
+            grace=math.inf,  # it ends after the running device call and the checkpoint
+        )
+        graph.actor("grouper", run.group, inbox=episodes, outbox=groups, restart=ON_ERROR)
+        graph.actor("episodes", run.episodes.run, inbox=tasks, outbox=episodes, requests=requests, restart=ON_ERROR)
+        graph.actor("source", run.draw, outbox=tasks, voids=episodes, restart=ON_ERROR)
     graph.link("barrier", "sampler", "weights (life, step)")
     graph.link("barrier", "source", "pacer: attested step")
     graph.link("grouper", "source", "pacer: closed and reopened slots")

@@ -12,6 +12,7 @@ import trio
 from msgspec import Struct
 
 from trouper.actors.accelerator import Accelerator
+from trouper.actors.ledger import Ledger
 from trouper.actors.metrics import Recorder, step_metrics
 from trouper.actors.pacer import Pacer
 from trouper.actors.source import Source, SourcePosition
@@ -37,11 +38,14 @@ class PolicyLearner(Protocol):
 class CheckpointFolder(Protocol):
     """What the trainer needs of `trouper.learner.checkpoint.Checkpoints`."""
 
-    def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
+    def save(self, step: int, tree: Any, meta: dict[str, Any], score: float | None) -> None:
         """Write a step; may go on in the background."""
 
     def wait(self) -> None:
         """Until nothing goes on in the background."""
+
+    def latest(self) -> int | None:
+        """The newest step that is complete."""
 
 
 class CheckpointMeta(Struct, frozen=True):
@@ -68,14 +72,17 @@ class Trainer:
         pacer: says how many groups a step has.
         source: says which slots are open, for checkpoints.
         checkpoints: where to save.
+        ledger: is told what checkpoints hold.
+        disk: where the ledger's calls run.
         recorder: takes the metrics.
         gauges: numbers of the other actors, read once per step.
-        weights: what the samplers begin with; its step number says how many steps are done already.
+        weights: of the life's beginning; its step number says how many steps are done already.
         weight_sync_steps: steps between two publications.
         save_interval_steps: steps between two saves; 0 saves only at the end.
         mask_truncated: train nothing on episodes that were cut short.
         drop_last: leave out a last step that is short of groups.
         max_empty_steps: steps in a row without anything to train before the run is called hopeless.
+        best_metric: by which checkpoints are compared.
     """
 
     def __init__(
@@ -86,6 +93,8 @@ class Trainer:
         pacer: Pacer,
         source: Source,
         checkpoints: CheckpointFolder,
+        ledger: Ledger,
+        disk: Accelerator,
         recorder: Recorder,
         *,
         gauges: Callable[[], Mapping[str, float]],
@@ -95,6 +104,7 @@ class Trainer:
         mask_truncated: bool,
         drop_last: bool,
         max_empty_steps: int,
+        best_metric: str,
     ) -> None:
         self.step = weights.step
         self._learner = learner
@@ -103,6 +113,8 @@ class Trainer:
         self._pacer = pacer
         self._source = source
         self._checkpoints = checkpoints
+        self._ledger = ledger
+        self._disk = disk
         self._recorder = recorder
         self._gauges = gauges
         self._life = weights.life
@@ -111,6 +123,7 @@ class Trainer:
         self._mask_truncated = mask_truncated
         self._drop_last = drop_last
         self._max_empty_steps = max_empty_steps
+        self._best_metric = best_metric
         self._saved = self._published = weights.step
         # A copy of the present parameters, if there is one: steps without training publish it again.
         self._copied: tuple[Any, int] | None = (weights.params, weights.checksum)
@@ -118,6 +131,7 @@ class Trainer:
         self._interruptible = trio.CancelScope()
         self._stop = trio.Event()
         self._added = False
+        self._metrics: Mapping[str, float] = {}  # of the last step
         self._step_started = 0.0
         self._seconds: dict[str, float] = {}
 
@@ -153,6 +167,7 @@ class Trainer:
         return None
 
     async def _train(self, inbox: Receiver[Group], outbox: Sender[Weights]) -> None:
+        await self._publish(outbox)
         self._begin_step()
         hand: list[Group] = []
         while not self._stop.is_set():
@@ -208,14 +223,12 @@ class Trainer:
             self._copied = None
         else:
             self._count_empty(hand)
+        self._metrics = metrics
         self.step += 1
         self._source.forget(self.step * self._pacer.groups_per_step)
         if self.step % self._weight_sync_steps == 0:
             with self._timed("publish"):
                 await self._publish(outbox)
-        if self._save_interval_steps and self.step % self._save_interval_steps == 0:
-            with self._timed("checkpoint"):
-                await self._save()
         now = trio.current_time()
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics |= {"time/step": now - self._step_started, **self._gauges()}
@@ -223,6 +236,10 @@ class Trainer:
         for group in hand:
             self._recorder.episodes(self.step, group)
         self._begin_step()
+        # After the record, so that no step is committed that nobody can read of; its time is the next step's.
+        if self._save_interval_steps and self.step % self._save_interval_steps == 0:
+            with self._timed("checkpoint"):
+                await self._save()
 
     def _count_empty(self, hand: list[Group]) -> None:
         self._empty_steps += 1
@@ -246,11 +263,16 @@ class Trainer:
     async def _save(self) -> None:
         # The source is asked here, in its own thread: it goes on while the device thread writes.
         source = self._source.position(self.step * self._pacer.groups_per_step)
-        await self._accelerator.run(self._write, CheckpointMeta(step=self.step, life=self._life, source=source))
+        meta = CheckpointMeta(step=self.step, life=self._life, source=source)
+        score = {**self._recorder.evaluated, **self._metrics}.get(self._best_metric)
+        committed = await self._accelerator.run(self._write, meta, score)
         self._saved = self.step
+        if committed is not None:
+            await self._disk.run(self._ledger.prune, committed * self._pacer.groups_per_step)
 
-    def _write(self, meta: CheckpointMeta) -> None:
-        self._checkpoints.save(meta.step, self._learner.state_tree(), msgspec.to_builtins(meta))
+    def _write(self, meta: CheckpointMeta, score: float | None) -> int | None:
+        self._checkpoints.save(meta.step, self._learner.state_tree(), msgspec.to_builtins(meta), score)
+        return self._checkpoints.latest()
 
     def _begin_step(self) -> None:
         self._step_started = trio.current_time()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from trouper.actors import NEVER, ON_ERROR, Graph
+from trouper.actors import NEVER, ON_ERROR, Graph, Strategy
 from trouper.actors.config_file import load_config
 from trouper.actors.launch import launch
 from trouper.actors.sampler import Generate
@@ -34,11 +34,13 @@ def judged(run: StandardRun) -> Graph:
     requests = graph.channel("requests", Generate, capacity=256)
     graph.actor("sampler", run.sampler.run, requests=requests, restart=ON_ERROR, start_timeout=600)
     graph.actor("barrier", run.barrier.run, inbox=weights, restart=NEVER)
-    graph.actor("trainer", run.trainer.run, inbox=groups, outbox=weights, restart=NEVER, start_timeout=600, grace=60)
-    graph.actor("grouper", run.grouper.run, inbox=judged, outbox=groups, restart=NEVER)
-    graph.actor("judge", judge, inbox=raw, outbox=judged, restart=ON_ERROR)
-    graph.actor("episodes", run.episodes.run, inbox=tasks, outbox=raw, requests=requests, restart=NEVER)
-    graph.actor("source", run.source.run, outbox=tasks, voids=judged, restart=NEVER)
+    # Whatever lies between source and trainer fails as one, and goes on from the last checkpoint as one.
+    with graph.domain("learning", strategy=Strategy.ONE_FOR_ALL):
+        graph.actor("trainer", run.train, inbox=groups, outbox=weights, restart=ON_ERROR, start_timeout=600, grace=60)
+        graph.actor("grouper", run.group, inbox=judged, outbox=groups, restart=ON_ERROR)
+        graph.actor("judge", judge, inbox=raw, outbox=judged, restart=ON_ERROR)
+        graph.actor("episodes", run.episodes.run, inbox=tasks, outbox=raw, requests=requests, restart=ON_ERROR)
+        graph.actor("source", run.draw, outbox=tasks, voids=judged, restart=ON_ERROR)
     return graph
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from trouper.channels import NumericsError
+from trouper.channels import NumericsError, Turn
 from trouper.learner.checksum import checksum
 from trouper.learner.control import Column, Copy
 from trouper.learner.decoder import Cache, Decoder, make_cache
@@ -168,6 +168,18 @@ class Engine:
             self._slots.unwant(request.conversation)
         elif id in self._running:
             self._leave(self._running[id])
+
+    def abort(self, id: int) -> Turn | None:
+        """End a request with what was sampled of it so far; its conversation stays.
+
+        Who asks `trouper.learner.request.rest` of it next, before or after a swap, goes on where it was.
+
+        Returns:
+            A turn cut short (`finish` is `length`), or None where nothing was sampled yet or nothing of this id runs.
+        """
+        turn = self._slots.so_far(self._running[id]) if id in self._running else None
+        self.cancel(id)
+        return turn
 
     def release(self, conversation: Hashable) -> None:
         """Forget a conversation; if a request of it runs, that is cancelled."""

@@ -99,11 +99,15 @@ class Learner:
             vocab_limit=vocab_limit,
         )
         given = jax.tree.leaves(nnx.state(decoder))
-        self.params = _copied(given, self._compiled.param_shardings)
         self._reference: list[jax.Array] | None = None
         if loss.beta > 0:
             source = given if reference is None else list(reference)
             self._reference = _copied(source, self._compiled.param_shardings)
+        self.begin(decoder)
+
+    def begin(self, decoder: Decoder) -> None:
+        """Start over from a model of the same shape; what was compiled, and the reference, stay."""
+        self.params = _copied(jax.tree.leaves(nnx.state(decoder)), self._compiled.param_shardings)
         self._moments = self._compiled.init_optimizer()
         self._totals = self._compiled.start()
         self.step = 0

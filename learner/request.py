@@ -48,6 +48,42 @@ class Finished(msgspec.Struct, frozen=True, eq=False):
     turn: Turn
 
 
+def rest(request: Request, so_far: Turn) -> Request | None:
+    """What is left to ask of a request that was aborted.
+
+    A token depends on the seed and its absolute position, so the rest gives what the request would have given.
+
+    Args:
+        request: as it was asked first.
+        so_far: all that was sampled of it.
+
+    Returns:
+        None when nothing is left: a stop id was sampled, or all of `max_tokens`.
+    """
+    sampled = len(so_far.tokens)
+    if sampled >= request.max_tokens or int(so_far.tokens[-1]) in request.stop:
+        return None
+    return msgspec.structs.replace(
+        request,
+        tokens=np.concatenate([request.tokens, so_far.tokens]),
+        max_tokens=request.max_tokens - sampled,
+    )
+
+
+def joined(first: Turn, last: Turn) -> Turn:
+    """One turn of two parts, the second sampled by the `rest` of the first.
+
+    Its `kv_version` is the first part's: what a conversation attends to is made again or kept, but never grows older.
+    """
+    return Turn(
+        tokens=np.concatenate([first.tokens, last.tokens]),
+        logprobs=np.concatenate([first.logprobs, last.logprobs]),
+        versions=np.concatenate([first.versions, last.versions]),
+        finish=last.finish,
+        kv_version=first.kv_version,
+    )
+
+
 def check(request: Request, *, length: int, vocabulary: int) -> None:
     """Refuse a request that can never be served.
 

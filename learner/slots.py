@@ -71,6 +71,8 @@ class Slots:
         # The oldest weights that any cached key or value of the slot was made under.
         self._life = np.zeros(slots, np.int64)
         self._step = np.zeros(slots, np.int64)
+        # That step when the present turn's first token was sampled: no later token attends to anything older.
+        self._attended = np.zeros(slots, np.int64)
         # A slot that waits for another to hold a prefix it shares; -1 waits for nobody.
         self._source = np.full(slots, -1, np.int32)
         self._shared = np.zeros(slots, np.int32)
@@ -313,6 +315,8 @@ class Slots:
         Returns:
             The slots that ended, and what each has sampled since its request came.
         """
+        first = live[self.known[live] == self._prompt[live]]
+        self._attended[first] = self._step[first]
         for token, logprob in zip(tokens, logprobs, strict=True):
             emitted = token >= 0
             slots = live[emitted]
@@ -331,6 +335,10 @@ class Slots:
         ended = np.flatnonzero(stopped | (self.control[live, Column.LEFT] == 0))
         return [(int(live[i]), self._turn(int(live[i]), bool(stopped[i]))) for i in ended]
 
+    def so_far(self, slot: int) -> Turn | None:
+        """What a running slot has sampled since its request came, if anything."""
+        return self._turn(slot, False) if self.known[slot] > self._prompt[slot] else None
+
     def _turn(self, slot: int, stopped: bool) -> Turn:
         at = slice(int(self._prompt[slot]), int(self.known[slot]))
         return Turn(
@@ -338,7 +346,7 @@ class Slots:
             self._logprobs[slot, at].copy(),
             self._stamps[slot, at].copy(),
             "stop" if stopped else "length",
-            int(self._step[slot]),
+            int(self._attended[slot]),
         )
 
     def leave(self, slot: int) -> None:

@@ -1,23 +1,23 @@
 """A whole standard run on a simulated device, and the pieces to build parts of one."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import trio
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config_file import parse_config
+from trouper.actors.ledger import Ledger
 from trouper.actors.metrics import Recorder, read_metrics
+from trouper.actors.redo import begin
 from trouper.actors.run_directory import RunDirectory
 from trouper.actors.simulation import MemoryCheckpoints, SimulatedAccelerator, SimulatedEngine, SimulatedLearner
 from trouper.actors.standard import Cast, StandardRun
-from trouper.actors.trainer import CheckpointMeta
 from trouper.channels import Attempt, Episode, Group, Message, Row, Task
 from trouper.envs import PlainChat, Rewards, StepResult, model_agent
 
@@ -44,14 +44,18 @@ class Screen:
 
 
 class Record(Recorder):
-    """Keeps the groups of every step, void ones too."""
+    """Keeps the groups of every step, void ones too; where a later life did a step again, the later ones."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
         self.groups: list[tuple[int, Group]] = []
+        self.of_life: dict[int, int] = {}
+        super().__init__(*args)
 
     def episodes(self, step: int, group: Group) -> None:
         super().episodes(step, group)
+        if self.of_life.get(step) != self.life:
+            self.of_life[step] = self.life
+            self.groups[:] = [each for each in self.groups if each[0] < step - 1]
         self.groups.append((step - 1, group))
 
 
@@ -119,21 +123,21 @@ class Play:
     checkpoints: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
     make_accelerator: Callable[[str], Any] = SimulatedAccelerator
     life: int = 1
+    redo: bool = True
     stop_at: float | None = None
+    kill_at: float | None = None
     screen: Screen = field(default_factory=Screen)
-    run: Any = None
-    groups: list[tuple[int, Group]] = field(default_factory=list)
-    seconds: float = 0.0
+    run: Any = field(default=None, init=False)
+    groups: list[tuple[int, Group]] = field(default_factory=list, init=False)
+    seconds: float = field(default=0.0, init=False)
 
     async def __call__(self) -> "Play":
         """Play it to its end, in virtual time."""
         directory = RunDirectory(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        latest, resumed = self.checkpoints.latest(), None
-        if latest is not None:
-            tree, meta = self.checkpoints.restore(latest)
-            self.learner.load_state_tree(tree)
-            resumed = msgspec.convert(meta, CheckpointMeta)
+        saved = self.learner.rewind(self.checkpoints)
+        step = saved.step if saved else 0
+        ledger = Ledger(directory.ledger)
         with Record(directory, self.life, self.screen) as recorder:
             self.groups = recorder.groups
             cast = Cast(
@@ -149,16 +153,20 @@ class Play:
                 cast,
                 self.learner,
                 self.learner.publish,
+                partial(self.learner.rewind, self.checkpoints),
                 partial(self.make_engine, slots=self.config.engine.slots, chunk=self.config.engine.chunk, length=64),
                 recorder,
                 self.checkpoints,
-                self.learner.weights(life=self.life, step=latest or 0),
-                resumed,
+                ledger,
+                self.learner.weights(life=self.life, step=step),
+                begin(ledger, saved.source if saved else None, self.config, life=self.life, step=step, redo=self.redo),
                 make_accelerator=self.make_accelerator,
             )
             started = trio.current_time()
             error: Exception | None = None
             async with trio.open_nursery() as nursery:
+                if self.kill_at is not None:  # at once and unsaved: nothing of the process is left but its files
+                    nursery.cancel_scope.deadline = started + self.kill_at
                 if self.stop_at is not None:
                     nursery.start_soon(self._stop, self.stop_at)
                 try:
@@ -166,6 +174,7 @@ class Play:
                 except Exception as failure:
                     error = failure  # raised below: the nursery would wrap it
                 nursery.cancel_scope.cancel()
+            _end(ledger, killed=self.kill_at is not None)
             if error is not None:
                 raise error
             self.seconds = trio.current_time() - started
@@ -201,6 +210,15 @@ class Play:
         return [rows, self.screen.notes, (self.directory / "metrics.jsonl").read_text(), self.seconds]
 
 
+def _end(ledger: Ledger, *, killed: bool) -> None:
+    """Close a ledger; one that was killed loses what it had not written."""
+    written = {path: path.read_bytes() for path in ledger.folder.iterdir()}
+    ledger.close()
+    for path, content in written.items():
+        if killed:
+            path.write_bytes(content)
+
+
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[..., Play]:
     """Makes a run on a simulated device: `await play(make_environment=..., rollout={...})()`."""
@@ -209,15 +227,27 @@ def play(tmp_path: Path) -> Callable[..., Play]:
     def make(*, resume: Play | None = None, **given: Any) -> Play:
         nonlocal made
         made += 1
-        own = {name: given.pop(name) for name in list(given) if name in Play.__dataclass_fields__}
+        parts = {each.name for each in fields(Play) if each.init}
+        own = {name: given.pop(name) for name in parts & given.keys()}
         directory = tmp_path / str(made)
         if resume is not None:
-            own = {"checkpoints": resume.checkpoints, "life": resume.life + 1, **own}
+            begun = getattr(resume.run, "life", None)  # it may have been stopped before its trainer was up
+            number = resume.life if begun is None else begun.number
+            own = {"checkpoints": resume.checkpoints, "life": number + 1, **own}
             directory = resume.directory
         own.setdefault("config", configured(**given))
         return Play(directory=directory, **own)
 
     return make
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """A ledger whose first life has begun."""
+    ledger = Ledger(tmp_path / "ledger")
+    ledger.begin(1, 0)
+    yield ledger
+    ledger.close()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ async def test_the_base_rate_comes_first_and_the_final_weights_last(autojump_clo
         assert record["lost"] == 0
         assert 0 <= record["oldest_weights"] <= step <= record["newest_weights"] <= 5
     assert (found[5]["oldest_weights"], found[5]["newest_weights"]) == (5, 5)
-    assert played.run.trainer.step == 5  # no training slot was taken
+    assert played.run.life.trainer.step == 5  # no training slot was taken
     assert len(played.learner.trained) == 10
 
 

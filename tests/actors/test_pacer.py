@@ -145,7 +145,7 @@ async def test_resumes_at_a_step(autojump_clock: MockClock) -> None:
     assert not slots.reopen(6)
     assert slots.reopen(7)
     assert await acquire(slots) == 7
-    with pytest.raises(ValueError, match="slot 5 cannot be restored with 1 redraws"):
+    with pytest.raises(ValueError, match="slot 5 cannot be restored: slots below 8"):
         slots.restore({5: 1})
     slots.close(6)
     slots.close(7)
@@ -545,3 +545,44 @@ def test_exact_on_policy_flows() -> None:
     on_policy = {"max_staleness": 0, "weight_sync_steps": 1, "tasks": None, "max_steps": 6, "p_lost": 0.0}
     values = {name: getattr(setting, name) for name in setting.__struct_fields__}
     assert prove(Setting(**{**values, **on_policy, "p_no_signal": 0.0}))["stale"] == 0
+
+
+# Slots that an earlier life had completed ----------------------------------------------------------------------
+
+
+async def acquired(pacer: Pacer) -> list[int]:
+    """All slots it hands out now."""
+    slots: list[int] = []
+    with trio.move_on_after(1):
+        while (slot := await pacer.acquire()) is not None:
+            slots.append(slot)
+    return slots
+
+
+async def test_slots_that_have_ended_are_not_handed_out_again(autojump_clock: MockClock) -> None:
+    pacer = Pacer(2, 2, 4, 1, 1, first_step=1)
+    pacer.restore({3: 1, 4: 1}, {2, 3, 5, 7})
+    assert [pacer.has_ended(slot) for slot in range(2, 8)] == [True, True, False, True, False, True]
+    assert (pacer.redraws(3), pacer.redraws(4)) == (0, 1)
+    assert await acquired(pacer) == [4, 6]
+    pacer.close(4)
+    pacer.close(6)
+    assert (pacer.closed, await pacer.acquire()) == (8, None)
+    with pytest.raises(ValueError, match="slot 5 has ended before"):
+        pacer.close(5)
+
+
+async def test_nothing_is_admitted_before_the_first_weights_are_attested(autojump_clock: MockClock) -> None:
+    pacer = Pacer(2, 1, None, 1, 1, first_step=3, attested=False)
+    assert await acquired(pacer) == []
+    pacer.attest(3)
+    assert await acquired(pacer) == [6, 7, 8, 9]
+
+
+async def test_the_data_may_end_before_slots_that_have_ended(autojump_clock: MockClock) -> None:
+    pacer = Pacer(2, 9, None, 1, 1)
+    pacer.restore({}, {3})
+    assert await pacer.acquire() == 0
+    assert not pacer.seal(0)  # slot 3 lies beyond: this one ends as void, and so do those in between
+    assert pacer.total == 4
+    assert await acquired(pacer) == [1, 2]

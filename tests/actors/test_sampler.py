@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import trio
 
-from trouper.actors.sampler import MAX_DELIVERIES, Generate, Generator, Sampler
+from trouper.actors.generator import Generator
+from trouper.actors.sampler import MAX_DELIVERIES, Generate, Sampler
 from trouper.actors.simulation import SimulatedAccelerator, SimulatedEngine, checksum_of
 from trouper.channels import Channel, Reply, SamplerError, Sampling, Turn, Weights
 from trouper.learner.engine import Request
@@ -63,8 +64,8 @@ class Bench:
             self.requests.finish()
         assert self.sampler.ended
         assert self.engines[-1].live == 0
-        for left in (self.sampler._waiting, self.sampler._running, self.sampler._deliveries):
-            assert not left
+        assert not self.sampler._waiting
+        assert not self.sampler._running
 
 
 async def at(time: float, function: Callable[..., Any], *args: Any) -> Any:
@@ -145,13 +146,21 @@ async def test_in_flight_weights_come_between_two_chunks_and_stamp_what_follows(
     assert bench.sampler.weights.step == 1
 
 
-async def test_recomputed_keys_are_as_new_as_the_weights(autojump_clock) -> None:
-    bench = Bench(kv="recompute")
+@pytest.mark.parametrize(("kv", "oldest"), [("keep", 0), ("recompute", 1)])
+async def test_a_conversation_goes_on_with_kept_keys_or_with_new_ones(autojump_clock, kv, oldest) -> None:
+    bench = Bench(kv=kv)
 
-    async def ask() -> None:
-        assert (await bench.ask(8)).kv_version == 1
+    async def scene() -> None:
+        with bench.requests.sender() as sender:
+            generator = Generator(bench.sampler, sender, 0, trio.CancelScope())
+            first = await generator(CONTEXT, max_tokens=4, stop=(), sampling=Sampling())
+            await bench.sampler.update(weights(1))
+            context = np.concatenate([CONTEXT, first.tokens])
+            second = await generator(context, max_tokens=4, stop=(), sampling=Sampling())
+            generator.close()
+        assert (second.versions.tolist(), second.kv_version) == ([1] * 4, oldest)
 
-    await bench(ask, lambda: at(0.15, bench.sampler.update, weights(1)))
+    await bench(scene)
 
 
 async def test_drain_lets_running_generations_end_and_new_ones_wait(autojump_clock) -> None:
@@ -174,15 +183,85 @@ async def test_drain_lets_running_generations_end_and_new_ones_wait(autojump_clo
     await bench(running, update, late)
 
 
-async def test_a_drain_that_takes_too_long_swaps_all_the_same(autojump_clock) -> None:
-    bench = Bench(mode="drain", drain_timeout=0.3)
+class Watched(SimulatedEngine):
+    """Writes down what is asked of it: (context, max_tokens), or the id that is aborted."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.log: list[Any] = []
+
+    def submit(self, request: Request) -> None:
+        self.log.append((len(request.tokens), request.max_tokens))
+        super().submit(request)
+
+    def abort(self, id: int) -> Turn | None:
+        self.log.append("abort")
+        return super().abort(id)
+
+
+@pytest.mark.parametrize(("options", "before"), [({"mode": "abort"}, 4), ({"mode": "drain", "drain_timeout": 0.3}, 10)])
+async def test_aborted_generations_go_on_under_the_new_weights(autojump_clock, options, before) -> None:
+    bench = Bench(Watched, **options)
 
     async def ask() -> None:
-        turn = await bench.ask(40)
-        assert 0 < np.count_nonzero(turn.versions == 0) < 12
-        assert turn.versions[-1] == 1
+        turn = await bench.ask(20, seed=5)
+        assert turn.tokens.tolist() == expected(5, 20)
+        assert turn.versions.tolist() == [0] * before + [1] * (20 - before)
+        assert (len(turn.logprobs), turn.kv_version, turn.finish) == (20, 0, "length")
 
     await bench(ask, lambda: at(0.15, bench.sampler.update, weights(1)))
+    assert bench.engines[0].log == [(3, 20), "abort", (3 + before, 20 - before)]
+    assert bench.sampler.sampled_tokens == 20
+
+
+async def test_what_had_sampled_nothing_yet_is_asked_again_as_it_was(autojump_clock) -> None:
+    bench = Bench(Watched, slots=1, mode="abort")
+
+    async def queued() -> None:
+        turn = await at(0.05, bench.ask, 4)
+        assert (turn.versions.tolist(), turn.kv_version) == ([1] * 4, 1)
+
+    await bench(lambda: bench.ask(8), queued, lambda: at(0.15, bench.sampler.update, weights(1)))
+    assert bench.engines[0].log == [(3, 8), (3, 4), "abort", "abort", (7, 4), (3, 4)]
+
+
+async def test_a_generation_aborted_by_every_update_is_whole_in_the_end(autojump_clock) -> None:
+    bench = Bench(mode="abort")
+
+    async def ask() -> None:
+        turn = await bench.ask(30, seed=5, stop=(expected(5, 30)[28],))
+        assert turn.tokens.tolist() == expected(5, 30)[: len(turn.tokens)]
+        assert turn.finish == "stop"
+        assert set(turn.versions.tolist()) == set(range(len(set(turn.versions.tolist()))))
+        assert len(set(turn.versions.tolist())) > 2
+
+    async def updates() -> None:
+        for step in range(1, 8):
+            await at(0.15 * step, bench.sampler.update, weights(step))
+
+    await bench(ask, updates)
+
+
+@pytest.mark.parametrize(("limit", "stop", "length"), [(9, (), 9), (40, (expected(5, 8)[7],), 8)])
+async def test_an_abort_that_leaves_nothing_to_ask_is_an_answer(autojump_clock, limit, stop, length) -> None:
+    """As of a server that had just finished when it was told to abort."""
+
+    class Late(Watched):
+        def abort(self, id: int) -> Turn | None:
+            while True:
+                for finished in super().step():
+                    return finished.turn
+
+    bench = Bench(Late, mode="abort")
+
+    async def ask() -> None:
+        turn = await bench.ask(limit, seed=5, stop=stop)
+        assert turn.tokens.tolist() == expected(5, length)
+        assert turn.finish == ("stop" if stop else "length")
+
+    await bench(ask, lambda: at(0.15, bench.sampler.update, weights(1)))
+    assert bench.engines[0].version == (1, 1)
+    assert bench.engines[0].log == [(3, limit)]
 
 
 async def test_weights_reach_an_idle_sampler(autojump_clock) -> None:
@@ -273,7 +352,10 @@ async def test_a_request_in_flight_at_two_deaths_is_failed_and_the_others_live(a
     bench = Bench(mortal(deaths))
 
     async def poison() -> None:
-        with trio.CancelScope(shield=True), pytest.raises(SamplerError, match="in flight each of 2 times it died"):
+        with (
+            trio.CancelScope(shield=True),
+            pytest.raises(SamplerError, match=r"in flight at 2 deaths of the sampler .* was RuntimeError: device lost"),
+        ):
             await bench.ask(40)
 
     async def later() -> None:
@@ -324,7 +406,7 @@ async def test_an_answered_request_in_the_channel_is_left_alone(autojump_clock) 
     assert bench.sampler.sampled_tokens == 0
 
 
-@pytest.mark.parametrize("mode", ["in_flight", "drain"])
+@pytest.mark.parametrize("mode", ["in_flight", "drain", "abort"])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_request_is_lost_under_any_schedule(run_seeded, mode, seed) -> None:
     random = Random(seed)

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import trio
 
+from trouper.actors.ledger import Ledger, SlotDraw
 from trouper.actors.pacer import Pacer
-from trouper.actors.source import SlotDraw, Source, SourcePosition
+from trouper.actors.quarantine import Quarantine
+from trouper.actors.source import BEGINNING, Source, SourcePosition
 from trouper.channels import Attempt, Channel, Outcome, Void
 
 
@@ -16,6 +18,7 @@ class Drawing:
 
     def __init__(
         self,
+        ledger: Ledger,
         tasks: Any,
         *,
         steps: int | None,
@@ -24,14 +27,14 @@ class Drawing:
         staleness: int = 1,
         drop: dict[int, int] | None = None,
         first: int = 0,
-        resumed: SourcePosition | None = None,
+        resumed: SourcePosition = BEGINNING,
         stop_after: int | None = None,
     ) -> None:
         self.per_step = per_step
         self.pacer = Pacer(per_step, staleness, steps, redraws, 1, first_step=first)
-        if resumed:
-            self.pacer.restore({open_.slot: open_.redraws for open_ in resumed.open})
-        self.source = Source(tasks, self.pacer, num_generations=2, run_seed=5, resumed=resumed)
+        self.pacer.restore({open_.slot: open_.redraws for open_ in resumed.open})
+        self.quarantine = Quarantine(1, resumed.quarantined, lambda task_id, cause: None)
+        self.source = Source(tasks, self.pacer, self.quarantine, ledger, num_generations=2, run_seed=5, resumed=resumed)
         self.drop = drop or {}
         self.stop_after = stop_after
         self.attempts: list[Attempt] = []
@@ -76,8 +79,8 @@ class Drawing:
             self.pacer.stop()
 
 
-async def test_every_member_of_every_slot_is_an_attempt_at_the_slots_task(autojump_clock, stream) -> None:
-    drawn = await Drawing(stream(), steps=2)()
+async def test_every_member_of_every_slot_is_an_attempt_at_the_slots_task(autojump_clock, ledger, stream) -> None:
+    drawn = await Drawing(ledger, stream(), steps=2)()
     assert [(each.slot, each.draw, each.member, each.tries) for each in drawn.attempts] == [
         (slot, slot, member, 0) for slot in range(4) for member in range(2)
     ]
@@ -85,8 +88,8 @@ async def test_every_member_of_every_slot_is_an_attempt_at_the_slots_task(autoju
     assert len({each.seed for each in drawn.attempts}) == 8
 
 
-async def test_a_reopened_slot_gets_the_next_task(autojump_clock, stream) -> None:
-    drawn = await Drawing(stream(), steps=2, redraws=2, drop={1: 2})()
+async def test_a_reopened_slot_gets_the_next_task(autojump_clock, ledger, stream) -> None:
+    drawn = await Drawing(ledger, stream(), steps=2, redraws=2, drop={1: 2})()
     slots = dict(drawn.ended)
     assert sorted(slots) == [0, 1, 2, 3]
     assert slots[1] > 1
@@ -103,14 +106,14 @@ async def test_a_reopened_slot_gets_the_next_task(autojump_clock, stream) -> Non
         (1, {0: 1}, [(0, None)]),
     ],
 )
-async def test_the_data_may_end_anywhere(autojump_clock, stream, count, drop, ended) -> None:
-    drawn = await Drawing(stream(count), steps=None, redraws=9, drop=drop, per_step=1, staleness=0)()
+async def test_the_data_may_end_anywhere(autojump_clock, ledger, stream, count, drop, ended) -> None:
+    drawn = await Drawing(ledger, stream(count), steps=None, redraws=9, drop=drop, per_step=1, staleness=0)()
     assert drawn.ended == ended
     assert drawn.pacer.closed == drawn.pacer.total == len(ended)
 
 
-async def test_a_position_holds_exactly_what_is_open(autojump_clock, stream) -> None:
-    drawn = await Drawing(stream(), steps=3, redraws=3, drop={2: 1})()
+async def test_a_position_holds_exactly_what_is_open(autojump_clock, ledger, stream) -> None:
+    drawn = await Drawing(ledger, stream(), steps=3, redraws=3, drop={2: 1})()
     position = drawn.source.position(first_slot=2)
     ended = dict(drawn.ended)
     assert position.next_draw == 7  # six slots and one redraw
@@ -118,16 +121,16 @@ async def test_a_position_holds_exactly_what_is_open(autojump_clock, stream) -> 
     assert drawn.source.position(first_slot=6).open == ()
 
 
-async def test_a_resumed_source_gives_open_slots_what_they_had(autojump_clock, stream) -> None:
+async def test_a_resumed_source_gives_open_slots_what_they_had(autojump_clock, ledger, stream) -> None:
     resumed = SourcePosition(next_draw=9, open=(SlotDraw(2, 3, 0), SlotDraw(3, 8, 2)))
-    resumes = Drawing(stream(), steps=3, redraws=2, first=1, resumed=resumed, drop={3: 1})
+    resumes = Drawing(ledger, stream(), steps=3, redraws=2, first=1, resumed=resumed, drop={3: 1})
     drawn = await resumes()
     assert dict(drawn.ended) == {2: 3, 3: 8, 4: 9, 5: 10}  # slot 3 had no redraw left
 
 
-async def test_a_position_remembers_redraws_and_which_slot_awaits_its_next_task(autojump_clock, stream) -> None:
+async def test_a_position_remembers_redraws_and_which_slot_awaits_its_next_task(autojump_clock, ledger, stream) -> None:
     pacer = Pacer(3, 0, 1, 1, 1)
-    source = Source(stream(), pacer, num_generations=1, run_seed=5)
+    source = Source(stream(), pacer, Quarantine(0, {}, print), ledger, num_generations=1, run_seed=5)
     tasks, voids = Channel[Attempt]("tasks", Attempt, 0), Channel[Outcome]("episodes", Outcome, 0)
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
@@ -141,19 +144,19 @@ async def test_a_position_remembers_redraws_and_which_slot_awaits_its_next_task(
             position = source.position(first_slot=0)
             scope.cancel()
     assert position == SourcePosition(4, (SlotDraw(0, 3, 1), SlotDraw(1, -1, 1), SlotDraw(2, 2, 0)))
-    resumed = Drawing(stream(), steps=1, redraws=1, per_step=3, resumed=position, drop={0: 9, 1: 9, 2: 9})
+    resumed = Drawing(ledger, stream(), steps=1, redraws=1, per_step=3, resumed=position, drop={0: 9, 1: 9, 2: 9})
     drawn = await resumed()
     assert dict(drawn.ended) == {0: 3, 1: 4, 2: 5}  # only slot 2 had a redraw left
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_stopped_anywhere_and_resumed_no_slot_is_skipped_or_doubled(autojump_clock, stream, seed) -> None:
+async def test_stopped_anywhere_and_resumed_no_slot_is_skipped_or_doubled(autojump_clock, ledger, stream, seed) -> None:
     random = Random(seed)
-    whole = await Drawing(stream(), steps=8)()
+    whole = await Drawing(ledger, stream(), steps=8)()
     trained: list[tuple[int, int | None]] = []
-    first, resumed = 0, None
+    first, resumed = 0, BEGINNING
     while first < 8:
-        life = Drawing(stream(), steps=8, first=first, resumed=resumed, stop_after=random.randint(1, 9))
+        life = Drawing(ledger, stream(), steps=8, first=first, resumed=resumed, stop_after=random.randint(1, 9))
         await life()
         done = first + len(life.ended) // 2  # whole steps; what lies beyond is lost with this life
         trained += [end for end in life.ended if end[0] < 2 * done]

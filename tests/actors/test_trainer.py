@@ -79,7 +79,7 @@ async def test_when_data_ends_a_short_last_step_is_trained_or_left_out(
     autojump_clock, play, stream, drop_last, steps, last
 ) -> None:
     played = await play(tasks=stream(5), train={"max_steps": 100, "drop_last": drop_last})()
-    assert played.run.trainer.step == steps
+    assert played.run.life.trainer.step == steps
     assert sorted(slot for step, slot, _ in played.draws if step == steps - 1) == last
     assert played.checkpoints.latest() == steps
     assert drop_last == any("1 of 2 groups for step 3; train.drop_last" in note for note in played.screen.notes)
@@ -97,7 +97,7 @@ async def test_when_the_last_task_is_lost_nobody_waits_for_a_step_that_cannot_fi
     played = await play(tasks=stream(5), make_environment=Last, rollout=STEADY, train={"max_steps": 100})()
     assert {slot for _, slot, _ in played.draws} == {0, 1, 2, 3, 4}
     assert played.groups[-1][1].void in ("lost", "end_of_data")
-    assert (played.run.trainer.step, played.learner.step) == (3, 2)
+    assert (played.run.life.trainer.step, played.learner.step) == (3, 2)
 
 
 async def test_without_an_end_of_the_data_every_step_is_whole(autojump_clock, play) -> None:
@@ -113,7 +113,7 @@ async def test_void_steps_advance_the_weights_number_without_an_update_or_a_copy
     given = {"max_redraws": 0, "max_attempts": 1, "max_consecutive_lost": 100}
     played = await play(learner=learner, make_environment=Broken, rollout=given, train={"max_steps": 4})()
     assert learner.calls == ["publish"]
-    assert played.run.barrier.attested.value.step == played.run.trainer.step == 4
+    assert played.run.barrier.attested.value.step == played.run.life.trainer.step == 4
     assert [played.metrics[step]["async/void/lost"] for step in range(1, 5)] == [2] * 4
     assert played.checkpoints.latest() == 4
 
@@ -187,7 +187,7 @@ async def test_a_stop_in_the_middle_of_a_step_saves_the_last_whole_one(autojump_
     played = await play(learner=learner, stop_at=24.0, rollout=STEADY, train={"max_steps": 9})()
     assert learner.calls[-3:] == ["update", "publish", "add"]  # one group of the next step had come
     saved = meta(played)
-    assert saved.step == played.run.trainer.step == learner.step == 1
+    assert saved.step == played.run.life.trainer.step == learner.step == 1
     assert [(each.slot, each.draw) for each in saved.source.open] == [(2, 2), (3, 3)]
     assert saved.source.next_draw == 4
     assert trio.current_time() < 26
@@ -213,7 +213,7 @@ def test_lives_cut_short_at_any_moment_train_what_one_long_life_trains(run_seede
         run_seeded(seed, life)
         done = life.checkpoints.latest() or 0
         trained += [draw for draw in life.draws if draw[0] < done]
-        assert done == (life.run.trainer.step if life.stop_at is not None else 6)
+        assert done == (life.run.life.trainer.step if life.stop_at is not None else 6)
         if done == 6:
             break
         limit = random.uniform(0, 25) if life.life < 4 else None

@@ -13,6 +13,7 @@ from trouper.channels import NumericsError, SamplerError, Sampling, Turn
 from trouper.learner.decoder import Decoder
 from trouper.learner.engine import Engine, Request
 from trouper.learner.model_config import ModelConfig
+from trouper.learner.request import joined, rest
 
 VOCABULARY = 32
 CONFIG = ModelConfig(
@@ -384,7 +385,134 @@ def test_release_forgets_a_conversation_and_cancels_what_runs_of_it() -> None:
     same(finish(built)[1], alone(asked))
 
 
+# -------------------------------------------------------------------- taken back
+
+
+def aborted(built: Engine, asked: Request, steps: int, *, swap: Any = None) -> Turn:
+    """A request that is taken back every so many chunks, and goes on."""
+    part: Turn | None = None
+    built.submit(asked)
+    while True:
+        for _ in range(steps):
+            for finished in built.step():
+                return finished.turn if part is None else joined(part, finished.turn)
+        new = built.abort(asked.id)
+        if new is not None:
+            part = new if part is None else joined(part, new)
+        assert built.abort(asked.id) is None, "nothing of it is left in the engine"
+        if swap is not None:
+            swap()
+        left = asked if part is None else rest(asked, part)
+        assert left is not None
+        built.submit(left)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(0.8, top_k=5)], ids=["greedy", "free", "top-k"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_aborted_and_continued_generation_gives_the_ids_of_an_uninterrupted_one(
+    sampling: Sampling, steps: int
+) -> None:
+    asked = request(0, range(11), 13, sampling=sampling, seed=5)
+    free = alone(asked)
+    built = engine(chunk=2)
+    same(aborted(built, asked, steps), free)
+    assert built.statistics.prefill_tokens == 10, "what was cached is used again"
+    stop = max(free.tokens.tolist(), key=free.tokens.tolist().index)  # the id that comes up last
+    asked = request(1, range(11), 13, sampling=sampling, seed=5, stop=(stop,))
+    turn = aborted(built, asked, steps)
+    same(turn, alone(asked))
+    assert turn.finish == "stop"
+
+
+def test_an_aborted_generation_goes_on_where_its_conversation_lost_its_slot() -> None:
+    asked, built = request(0, range(11), 13, seed=5), engine(chunk=2, slots=1)
+
+    def intrude() -> None:
+        built.submit(request(7, [3, 2, 1], 2))
+        while not built.step():
+            pass
+
+    same(aborted(built, asked, 2, swap=intrude), alone(asked))
+    assert built.statistics.evictions > 5
+
+
+def test_what_waits_or_fills_is_taken_back_without_a_token() -> None:
+    built = engine(slots=1, prefill_rows=1, prefill_tokens=4)
+    for id in range(2):
+        built.submit(request(id, range(20 + id), 8, seed=id))
+    built.step()
+    assert (built.live, built.waiting) == (1, 1)
+    assert [built.abort(id) for id in (0, 1, 77)] == [None] * 3
+    assert not built.busy
+    built.submit(request(0, range(20), 8))
+    same(finish(built)[0], alone(request(0, range(20), 8)))
+
+
+def test_an_aborted_turn_is_what_was_sampled_so_far() -> None:
+    built, asked = engine(chunk=2), request(0, [7] * 40, 8, seed=1)
+    built.submit(asked)
+    for _ in range(2):  # so long a context takes two calls to prefill
+        built.step()
+    part = built.abort(0)
+    assert part is not None
+    assert (len(part.tokens), part.versions.tolist(), part.finish, part.kv_version) == (2, [0, 0], "length", 0)
+    np.testing.assert_array_equal(part.tokens, alone(asked).tokens[:2])
+    left = rest(asked, part)
+    assert left is not None
+    assert (len(left.tokens), left.max_tokens) == (42, 6)
+    built.check(left)  # together they fill the engine's length, as before
+
+
+def test_nothing_is_left_of_a_request_whose_limit_or_stop_id_was_sampled() -> None:
+    asked = request(0, [1, 2, 3], 8, seed=1)
+    turn = alone(asked)
+    assert rest(asked, turn) is None
+    stop = int(turn.tokens[2])
+    assert stop not in turn.tokens[:2]
+    assert rest(request(0, [1, 2, 3], 20, stop=(9, stop)), alone(request(0, [1, 2, 3], 3, seed=1))) is None
+
+
 # -------------------------------------------------------------------- new weights
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_an_aborted_generation_goes_on_under_new_weights(kv: Literal["keep", "recompute"]) -> None:
+    """As in flight: the first tokens are the old weights', the others the new ones'; `recompute` keeps no key."""
+    built, prompt = engine(chunk=2), list(range(12))
+    weights = iter([(W1, (0, 1)), (W0, (2, 0))])
+    turn = aborted(built, request(0, prompt, 6), 1, swap=lambda: built.swap(*next(weights), kv))
+    assert turn.versions.tolist() == [0, 0, 1, 1, 0, 0]
+    assert turn.kv_version == 0
+    for part, under in ((slice(0, 2), W0), (slice(2, 4), W1), (slice(4, 6), W0)):
+        gap = np.abs(turn.logprobs - uncached_logprobs(prompt, turn, weights=under))[part]
+        kept = kv == "keep" and under is W1
+        assert gap.max() > 1e-3 if kept else gap.max() < 1e-5
+    newcomer = request(7, prompt, 4, seed=7)
+    built.submit(newcomer)
+    same(finish(built)[7], alone(newcomer))
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_new_life_may_go_back_in_steps_and_everything_is_computed_again(kv: Literal["keep", "recompute"]) -> None:
+    built, prompt = engine(chunk=2, version=(1, 5)), list(range(12))
+    built.submit(request(0, prompt, 4, conversation="idle"))
+    context = [*prompt, *finish(built)[0].tokens.tolist(), 1]
+    built.submit(request(1, prompt, 4))
+    built.step()
+    built.swap(W1, (2, 3), kv)
+    before = built.statistics
+    asked = [request(2, context, 4, conversation="idle"), request(3, [*prompt, 9], 4, seed=3)]
+    for each in asked:
+        built.submit(each)
+    turns = finish(built)
+    assert turns[1].versions.tolist() == [5, 5, 3, 3]
+    last = uncached_logprobs(prompt, turns[1], weights=W1)[2:]
+    np.testing.assert_allclose(turns[1].logprobs[2:], last, atol=1e-5)
+    for each in asked:
+        same(turns[each.id], alone(each, weights=W1))
+        assert (turns[each.id].versions.tolist(), turns[each.id].kv_version) == ([3] * 4, 3)
+    # The new weights' keys are shared as ever: the prompt is computed once.
+    assert built.statistics.prefill_tokens - before.prefill_tokens == len(context) - 1
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
@@ -422,7 +550,7 @@ def test_new_weights_in_flight_are_stamped_token_by_token(kv: Literal["keep", "r
     turns = finish(built)
     for member in range(2):
         assert turns[member].versions.tolist() == [0, 0, 1, 1]
-        assert turns[member].kv_version == (0 if kv == "keep" else 1)
+        assert turns[member].kv_version == 0, "its first tokens attended to nothing newer"
         first = turns[member].logprobs[:2]
         np.testing.assert_allclose(first, uncached_logprobs(prompt, turns[member])[:2], atol=1e-5)
         if kv == "recompute":

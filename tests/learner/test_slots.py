@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trouper.channels import Turn
 from trouper.learner.control import Column, Copy
-from trouper.learner.request import Request
+from trouper.learner.request import Request, rest
 from trouper.learner.slots import FILLING, FREE, IDLE, Slots
 
 Cell = tuple[int, int]
@@ -298,7 +298,30 @@ def test_recompute_drops_idle_conversations_and_fills_running_ones_again() -> No
     device.finish()
     turn = device.turns[1]
     assert turn.versions.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert turn.kv_version == 1
+    assert turn.kv_version == 0, "its first tokens attended to the old keys"
+    device.submit(2, 1, [*range(30, 40), *turn.tokens, 9])
+    device.finish()
+    assert device.turns[2].kv_version == 1
+
+
+def test_a_running_slot_tells_what_it_has_sampled_so_far() -> None:
+    device = Device(2, 64, rows=(1,), width=4)
+    device.submit(0, 0, range(10), max_tokens=8)
+    device.step()
+    slot = int(device.slots.running()[0])
+    assert device.slots.so_far(slot) is None, "its context is not cached yet"
+    while not len(device.slots.live()):
+        device.step()
+    part = device.slots.so_far(slot)
+    assert part is not None
+    assert (len(part.tokens), part.versions.tolist(), part.kv_version) == (2, [0, 0], 0)
+    device.slots.leave(slot)
+    device.check()
+    device.submit(1, 0, [*range(10), *part.tokens], max_tokens=6)
+    device.filled.clear()
+    device.finish()
+    assert not any(device.filled), "all but the last token is cached, and that one the next decode step feeds"
+    assert len(device.turns[1].tokens) == 6
 
 
 @settings(deadline=None, max_examples=150)
@@ -313,7 +336,9 @@ def test_any_workload_is_served_and_never_from_a_wrong_prefix(data: st.DataObjec
     cancelled: set[int] = set()
     id = 0
     for _ in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["new", "new", "next", "step", "step", "step", "cancel", "release", "swap"]))
+        action = data.draw(
+            st.sampled_from(["new", "new", "next", "step", "step", "step", "cancel", "abort", "release", "swap"])
+        )
         if action == "new":
             shared = data.draw(st.integers(0, 20))
             tail = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
@@ -339,6 +364,15 @@ def test_any_workload_is_served_and_never_from_a_wrong_prefix(data: st.DataObjec
             for slot in device.slots.running():
                 if device.slots.request(int(slot)).id == victim:
                     device.slots.leave(int(slot))
+        elif action == "abort":
+            for slot in reversed(device.slots.running().tolist()):
+                asked, part = device.slots.request(slot), device.slots.so_far(slot)
+                device.slots.leave(slot)
+                left = asked if part is None else rest(asked, part)
+                assert left is not None, "what had ended is no longer running"
+                contexts[running[asked.id]] += [] if part is None else part.tokens.tolist()
+                device.waiting.appendleft(left)
+                device.slots.want(left.conversation)
         elif action == "release" and contexts:
             conversation = data.draw(st.sampled_from(sorted(contexts)))
             if conversation not in running.values():

@@ -1,0 +1,88 @@
+"""What a new life finds: checkpoint and ledger, joined."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from trouper.actors.ledger import Replay, SlotDraw
+from trouper.actors.redo import Resumed, resume
+from trouper.actors.source import SourcePosition
+from trouper.channels import Group
+
+
+def replayed(groups: Any = (), draws: Any = (), used: Any = (), quarantined: Any = ()) -> Replay:
+    records = {slot: SlotDraw(slot, draw, redraws) for slot, draw, redraws in draws}
+    return Replay(records, frozenset(used), tuple(groups), dict(quarantined), ())
+
+
+def resumed(saved: SourcePosition | None, replay: Replay, **given: Any) -> Resumed:
+    settings = {"first_step": 0, "groups_per_step": 2, "max_staleness": 1, "redo": True, **given}
+    return resume(saved, replay, **settings)
+
+
+@pytest.fixture
+def group(episode: Any) -> Any:
+    """Makes a complete group whose tokens were sampled under these versions."""
+
+    def make(slot: int, *versions: int) -> Group:
+        member = episode(slot, 0, 1.0)
+        row = member.rows[0]
+        size = len(versions)
+        row = msgspec.structs.replace(
+            row,
+            tokens=np.ones(size, np.int32),
+            loss_mask=np.ones(size, np.bool_),
+            logprobs=np.zeros(size, np.float32),
+            versions=np.array(versions, np.int32),
+        )
+        return Group(slot, slot, (msgspec.structs.replace(member, rows=(row,)),), np.zeros(1, np.float32))
+
+    return make
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_goes_on_from_its_ledger(group) -> None:
+    groups = [group(1, 0), group(0, 0)]
+    found = resumed(None, replayed(groups, draws=[(0, 0, 0), (1, 1, 0), (2, 2, 0)], used=[0, 1, 2]))
+    assert [each.slot for each in found.groups] == [1, 0]  # in the order in which they were complete
+    assert found.position.open == (SlotDraw(0, 0, 0), SlotDraw(1, 1, 0), SlotDraw(2, 2, 0))
+    assert found.position.used == (0, 1, 2)
+
+
+def test_groups_are_of_use_as_far_as_their_weights_will_exist_again(group) -> None:
+    # Steps 0 and 1 are whole, so weights 1 and 2 will exist again, and weights 3 will not.
+    whole = [group(0, 0), group(1, 0), group(3, 0, 1), group(2, 1)]
+    found = resumed(None, replayed([*whole, group(4, 2), group(5, 1, 3)]), max_staleness=2)
+    assert [each.slot for each in found.groups] == [0, 1, 3, 2, 4]
+    assert found.forgotten == (5,)
+
+
+def test_with_another_configuration_only_groups_of_weights_that_exist_are_of_use(group) -> None:
+    groups = [group(2, 1), group(3, 1), group(4, 1, 2), group(5, 1)]
+    found = resumed(SourcePosition(6, ()), replayed(groups), first_step=1, redo=False)
+    assert [each.slot for each in found.groups] == [2, 3, 5]
+    assert found.forgotten == (4,)
+
+
+def test_groups_that_are_too_old_for_a_smaller_bound_are_played_again(group) -> None:
+    groups = [group(4, 0), group(5, 1)]
+    found = resumed(None, replayed(groups), first_step=2, max_staleness=1, redo=False)
+    assert ([each.slot for each in found.groups], found.forgotten) == ([5], (4,))
+
+
+def test_the_ledger_is_younger_than_the_checkpoint_and_overrules_it() -> None:
+    saved = SourcePosition(4, (SlotDraw(2, 2, 0), SlotDraw(3, 3, 0)), (6,), {"a": "old"})
+    found = resumed(saved, replayed(draws=[(3, 7, 1), (4, 4, 0)], used=[4, 5, 7], quarantined={"b": "new"}.items()))
+    assert found.position.open == (SlotDraw(2, 2, 0), SlotDraw(3, 7, 1), SlotDraw(4, 4, 0))
+    assert found.position.next_draw == 4
+    assert found.position.used == (4, 5, 6, 7)
+    assert found.position.quarantined == {"a": "old", "b": "new"}
+
+
+def test_void_slots_stay_void() -> None:
+    void = Group(1, -1, (), np.zeros(0, np.float32), void="end_of_data")
+    found = resumed(None, replayed([void]))
+    assert [(each.slot, each.void) for each in found.groups] == [(1, "end_of_data")]
+    assert found.position.open == (SlotDraw(1, -1, 0),)
+    assert found.position.used == ()
