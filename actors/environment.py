@@ -7,7 +7,7 @@ attempt is cancelled from outside, so agent code never sees it and cannot turn i
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,14 @@ import trio
 
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
+from trouper.actors.process import ProcessEnvironment
 from trouper.actors.threads import Threads
 from trouper.channels import EnvironmentFailure, Reply, RunError, Task
-from trouper.envs import (
-    StepResult,
-    Tool,
-    ToolResult,
-    call_tool,
-    checked_observation,
-    checked_score,
-    checked_step,
-    tools_of,
-)
+from trouper.envs import StepResult, Tool, ToolResult
+from trouper.envs.checked import CheckedEnvironment
+
+LIMITS = {"call_tool": "step", "score": "reward"}
+"""Calls whose deadline goes by another name than their own."""
 
 
 class _Call:
@@ -44,7 +40,8 @@ class EnvironmentActor:
     """One environment in its slot; also the `World` that the agent sees.
 
     Args:
-        make: makes an environment object; called again after every failure.
+        make: makes an environment object, or, with `isolation = "process"`, a `ProcessEnvironment`; called again after
+            every failure.
         deadlines: the `[environment]` section.
         threads: where plain code runs.
         backoff: waits between failures that follow each other.
@@ -64,22 +61,27 @@ class EnvironmentActor:
         self._threads = threads
         self._backoff = backoff
         self._note = note
-        self._environment: Any = None
+        self._environment: CheckedEnvironment | ProcessEnvironment | None = None
         self._call: _Call | None = None
         self._called = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
         self._attempt_scope = trio.CancelScope()
         self._fruitless = 0  # lives in a row that answered nothing
-        self._steps = 0
         self.restarts = 0
         self.tools: tuple[Tool, ...] = ()
-        self.begin(Task(id="none"), self._attempt_scope)
+        self.begin(Task(id="none"), 0, self._attempt_scope)
 
-    def begin(self, task: Task, attempt_scope: trio.CancelScope) -> None:
-        """A new attempt begins; `attempt_scope` is what a failure of the environment cancels."""
+    def begin(self, task: Task, seed: int, attempt_scope: trio.CancelScope) -> None:
+        """A new attempt begins.
+
+        Args:
+            task: of the attempt.
+            seed: of the attempt.
+            attempt_scope: what a failure of the environment cancels.
+        """
         self.task = copy.deepcopy(task)
+        self._seed = seed
         self._attempt_scope = attempt_scope
-        self._steps = 0
         self.done = self.truncated = False
         self.failure: EnvironmentFailure | None = None
         self.reward_sum = 0.0
@@ -94,7 +96,7 @@ class EnvironmentActor:
 
     async def reset(self) -> str:
         """Begin; returns the first observation."""
-        observation: str = await self._ask("reset")
+        observation: str = await self._ask("reset", self.task, self._seed)
         return observation
 
     async def step(self, action: str) -> str:
@@ -113,7 +115,7 @@ class EnvironmentActor:
 
     async def score(self) -> float | None:
         """What the environment gives for the episode: its `reward()`, else the sum of the step rewards."""
-        score: float | None = await self._ask("score")
+        score: float | None = await self._ask("score", self.reward_sum)
         return score
 
     async def _ask(self, what: str, *arguments: Any) -> Any:
@@ -170,8 +172,9 @@ class EnvironmentActor:
                 doing = "create"
                 await self._create()
                 doing = call.what
-            value = await getattr(self, f"_{call.what}")(*call.arguments)
-            if call.what != "prepare":
+            value = None
+            if call.what != "prepare":  # which asks for nothing more than being there
+                value = await self._limited(call.what, partial(getattr(self._environment, call.what), *call.arguments))
                 self._fruitless = 0
             call.reply.set(value)
         except* RunError:
@@ -189,48 +192,32 @@ class EnvironmentActor:
         if self._fruitless:
             await trio.sleep(self._backoff.delay(math.inf if self._fruitless == 1 else 0.0))
         self._fruitless += 1
-        self._environment = await self._limited("create", self._deadlines.create_timeout, self._make)
-        self.tools = tools_of(self._environment)
+        self._environment = await self._limited("create", self._made)
+        self.tools = self._environment.tools
 
-    async def _prepare(self) -> None:
-        """Nothing more than being there."""
+    async def _made(self) -> CheckedEnvironment | ProcessEnvironment:
+        if self._deadlines.isolation == "process":
+            environment: ProcessEnvironment = await self._make()
+            return environment
+        return CheckedEnvironment(await self._threads.call(self._make), self._threads.call)
 
-    async def _reset(self) -> str:
-        call = partial(self._environment.reset, self.task)
-        value = await self._limited("reset", self._deadlines.reset_timeout, call)
-        return checked_observation(self._environment, value, 0)
-
-    async def _step(self, action: str) -> StepResult:
-        self._steps += 1
-        call = partial(self._environment.step, action)
-        value = await self._limited("step", self._deadlines.step_timeout, call)
-        return checked_step(self._environment, value, self._steps)
-
-    async def _call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        invoke = partial(self._limited, "step", self._deadlines.step_timeout)
-        return await call_tool(self._environment, name, arguments, invoke)
-
-    async def _score(self) -> float | None:
-        score: Any = self.reward_sum
-        if hasattr(self._environment, "reward"):
-            score = await self._limited("reward", self._deadlines.reward_timeout, self._environment.reward)
-        return checked_score(self._environment, score, self._steps)
-
-    async def _limited(self, what: str, limit: float, function: Callable[[], Any]) -> Any:
+    async def _limited(self, what: str, function: Callable[[], Awaitable[Any]]) -> Any:
+        key = f"{LIMITS.get(what, what)}_timeout"
+        limit: float = getattr(self._deadlines, key)
         with trio.move_on_after(limit):
-            return await self._threads.call(function)
-        message = f"{what} took longer than environment.{what}_timeout = {limit:g} s"
-        raise EnvironmentFailure("env_timeout", message)
+            return await function()
+        raise EnvironmentFailure("env_timeout", f"{what} took longer than environment.{key} = {limit:g} s")
 
     async def _close(self) -> None:
         environment, self._environment = self._environment, None
-        if not hasattr(environment, "close"):
+        if environment is None:
             return
         try:
-            await self._limited("close", self._deadlines.close_timeout, environment.close)
+            await self._limited("close", environment.close)
         except* Exception as group:  # what is thrown away may be broken; the log says so
             error = first_leaf(group)
-            self._note(f"{type(environment).__qualname__}.close failed: {type(error).__name__}: {error}")
+            cause = str(error) if isinstance(error, EnvironmentFailure) else f"{type(error).__name__}: {error}"
+            self._note(f"{environment.name}.close failed: {cause}")
 
 
 def first_leaf(error: BaseException) -> BaseException:

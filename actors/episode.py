@@ -154,7 +154,7 @@ class EpisodeSlots:
         # What stands for an environment in a process of its own is Trio's here, whatever it is there.
         self._worlds = threads() if deadlines.isolation == "process" else self._threads
         self._environments: list[EnvironmentActor] = []
-        self._explained: set[tuple[str, str, int | None] | None] = set()
+        self._explained: set[tuple[str, str, int | None]] = set()
         self.breaker = breaker
         self.busy = 0
 
@@ -185,9 +185,12 @@ class EpisodeSlots:
             nursery.start_soon(world.serve)
             async for attempt in inbox:
                 self.busy += 1
-                outcome = await self._play(attempt, world, requests)
-                self.busy -= 1
+                try:
+                    outcome = await self._play(attempt, world, requests)
+                finally:
+                    self.busy -= 1
                 await outbox.send(outcome)
+                del outcome  # the next one may take long to come
             nursery.cancel_scope.cancel()
 
     async def _play(self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]) -> Outcome:
@@ -213,7 +216,7 @@ class EpisodeSlots:
         episode: Episode | None = None
         error: BaseException | None = None
         with scope:
-            world.begin(attempt.task, scope)
+            world.begin(attempt.task, attempt.seed, scope)
             try:
                 episode = await self._episode(attempt, world, generator, started)
             except* RunError:
@@ -234,7 +237,7 @@ class EpisodeSlots:
             error = error.__cause__
             seen.add(error)
         frames = traceback.extract_tb(error.__traceback__)
-        place = (type(error).__name__, frames[-1].filename, frames[-1].lineno) if frames else None
+        place = (type(error).__name__, *((frames[-1].filename, frames[-1].lineno) if frames else (str(error), None)))
         if not isinstance(error, TrouperError) and place not in self._explained:
             self._explained.add(place)  # whoever wrote that code wants to see this, but only once
             self._note("".join(traceback.format_exception(error)).rstrip())

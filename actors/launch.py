@@ -30,6 +30,7 @@ from trouper.actors.policy import (
     model_folder,
     publish,
 )
+from trouper.actors.process import process_factory
 from trouper.actors.progress import Screen, open_screen
 from trouper.actors.redo import NOTHING, begin
 from trouper.actors.run import attend
@@ -112,7 +113,11 @@ def train(
         chat=load_format(config, folder),
         tasks=task_stream(config.tasks, config.run.seed) if isinstance(stream, str) else _stream(stream, config),
         held_out=held_out(config),
-        make_environment=partial(load_factory(make, arguments), **arguments),
+        make_environment=(
+            process_factory(config.environment, make)
+            if config.environment.isolation == "process"
+            else partial(load_factory(make, arguments), **arguments)
+        ),
         agent=load_agent(player, config.agent.arguments) if isinstance(player, str) else _agent(player, config),
         rewards=load_rewards(functions, config.reward.weights or None),
     )
@@ -271,7 +276,7 @@ async def run(
             left,
             wire=wire,
         )
-        del params, first  # else the first weights would stay in memory to the end
+        del params, first, left  # else the first weights would stay in memory to the end
         stopped_by = await attend(standard.graph)
         if stopped_by is not None:
             recorder.note(f"stopped by {stopped_by.name} after step {standard.life.trainer.step}; --resume goes on")

@@ -9,6 +9,7 @@ from typing import Any
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config import Tasks as TaskSection
+from trouper.actors.process import process_factory
 from trouper.actors.standard import Cast
 from trouper.channels import ConfigError
 from trouper.envs import (
@@ -48,12 +49,14 @@ def load_cast(config: RunConfig, folder: Path | None) -> Cast:
     Raises:
         ConfigError: a name that cannot be found, or arguments that do not fit.
     """
-    load_factory(config.environment.name, config.environment.arguments)
+    name, arguments = config.environment.name, config.environment.arguments
+    load_factory(name, arguments)
+    own = config.environment.isolation == "process"
     return Cast(
         chat=load_format(config, folder),
         tasks=task_stream(config.tasks, config.run.seed),
         held_out=held_out(config),
-        make_environment=partial(made, config.environment.name, config.environment.arguments),
+        make_environment=process_factory(config.environment, name) if own else partial(made, name, arguments),
         agent=load_agent(config.agent.name, config.agent.arguments),
         rewards=load_rewards(config.reward.functions, config.reward.weights or None),
     )

@@ -1,4 +1,4 @@
-"""What follows from a configuration before anything starts: impossible combinations, derived numbers, memory.
+"""What follows from a configuration before anything starts: impossible combinations, and derived numbers.
 
 Pure: reads no file, loads no model, counts no devices. Ranges and contradictions are refused with the arithmetic, all
 in one message; what is merely odd becomes a remark.
@@ -6,19 +6,16 @@ in one message; what is merely odd becomes a remark.
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config_file import flatten
+from trouper.actors.memory import EpisodeSize, Limits, Memory, count_parameters, episode_size, limits, memory, size_text
 from trouper.channels import ConfigError
 from trouper.learner.model_config import ModelConfig
-
-_BYTES = {"float32": 4, "bfloat16": 2}
-
-_ROW_BYTES_PER_TOKEN = 4 + 1 + 4 + 4
-"""A row's ids, mask, log-probs and versions."""
 
 _AT_LEAST = {
     "tasks.epochs": 1,
@@ -80,18 +77,6 @@ _ABOVE_ZERO = (
 _AT_MOST_ONE = ("sampling.top_p", "rollout.max_lost_fraction")
 
 
-class Memory(Struct, frozen=True):
-    """One part of the memory a run needs.
-
-    Attributes:
-        name: what is held.
-        bytes: how much, at most.
-    """
-
-    name: str
-    bytes: int
-
-
 class Plan(Struct, frozen=True, kw_only=True):
     """Numbers that follow from a configuration.
 
@@ -106,7 +91,9 @@ class Plan(Struct, frozen=True, kw_only=True):
         steps: optimizer steps, where that is known.
         evaluations: how often held-out tasks are tried, where that is known.
         parameters: of the model, where its shape is known.
-        memory: what is held, where the model's shape is known. Activations and compiled code come on top.
+        episode: the largest one.
+        limits: how many of each thing there can be at the same time.
+        memory: what is held at worst; of the devices' part nothing where the model's shape is not known.
         remarks: what is allowed but odd.
     """
 
@@ -120,13 +107,14 @@ class Plan(Struct, frozen=True, kw_only=True):
     steps: int | None
     evaluations: int | None
     parameters: int | None
+    episode: EpisodeSize
+    limits: Limits
     memory: tuple[Memory, ...]
     remarks: tuple[str, ...]
 
-    @property
-    def total_bytes(self) -> int:
-        """Sum of `memory`."""
-        return sum(part.bytes for part in self.memory)
+    def total_bytes(self, where: Literal["host", "device"], *, restart: bool = False) -> int:
+        """Sum of the parts of `memory` that lie there: all through a run, or what comes on top after a restart."""
+        return sum(part.bytes for part in self.memory if part.where == where and part.restart == restart)
 
     def render(self) -> str:
         """Readable text, one number a line."""
@@ -140,14 +128,32 @@ class Plan(Struct, frozen=True, kw_only=True):
         ]
         if self.evaluations is not None:
             lines.append(f"evaluations         {self.evaluations:,}")
-        if self.parameters is None:
-            lines.append("memory              known when the model's config.json is here")
-        else:
+        if self.parameters is not None:
             lines.append(f"parameters          {self.parameters:,}")
-            lines.append(f"memory              {_size(self.total_bytes)} and what activations and compiled code need")
-            lines += [f"  {part.name:<34}{_size(part.bytes):>10}" for part in self.memory]
+        limit = self.limits
+        lines += [
+            f"an episode          at most {size_text(self.episode.bytes)}: {self.episode.describe()}",
+            f"episodes wait       never more than {limit.episodes:,}: {limit.tasks:,} in tasks, {limit.played:,} in "
+            f"slots, {limit.outcomes:,} in episodes, {limit.open_groups:,} open and {limit.ready_groups:,} complete "
+            f"groups, {limit.groups:,} in groups, {limit.hand:,} in the trainer's hand",
+        ]
+        lines += self._render_memory("host", "the process as it starts, JAX and compiled programs")
+        if self.parameters is None:
+            lines.append("memory on devices   known when the model's config.json is here")
+        else:
+            lines += self._render_memory("device", "activations")
         lines += [f"note: {remark}" for remark in self.remarks]
         return "\n".join(lines)
+
+    def _render_memory(self, where: Literal["host", "device"], besides: str) -> Iterator[str]:
+        total = size_text(self.total_bytes(where))
+        after = size_text(self.total_bytes(where, restart=True))
+        title = "memory on the host" if where == "host" else "memory on devices"
+        yield f"{title:<20}at most {total} besides {besides}; {after} more after a restart"
+        for part in self.memory:
+            if part.where == where:
+                name = f"restart: {part.name}" if part.restart else part.name
+                yield f"  {name:<41}{size_text(part.bytes):>10}  {part.how}"
 
 
 def plan(config: RunConfig, model: ModelConfig | None = None, *, devices: int | None = None) -> Plan:
@@ -166,7 +172,8 @@ def plan(config: RunConfig, model: ModelConfig | None = None, *, devices: int | 
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  {problem}" for problem in problems))
     rollout, train = config.rollout, config.train
     per_step = train.groups_per_step * rollout.num_generations
-    in_flight = (rollout.max_staleness + 1) * per_step
+    limit = limits(config)
+    in_flight = limit.episodes
     reasons = [
         *(['train.scale_rewards = "batch"'] if train.scale_rewards == "batch" else []),
         *([f"train.num_iterations = {train.num_iterations}"] if train.num_iterations > 1 else []),
@@ -175,7 +182,7 @@ def plan(config: RunConfig, model: ModelConfig | None = None, *, devices: int | 
     return Plan(
         episodes_per_step=per_step,
         max_in_flight=in_flight,
-        concurrency=min(rollout.max_concurrency, in_flight),
+        concurrency=limit.played,
         limited_by=(
             "rollout.max_concurrency"
             if rollout.max_concurrency < in_flight
@@ -190,7 +197,9 @@ def plan(config: RunConfig, model: ModelConfig | None = None, *, devices: int | 
         steps=train.max_steps,
         evaluations=train.max_steps // every if every and train.max_steps is not None else None,
         parameters=None if model is None else count_parameters(model),
-        memory=() if model is None else tuple(_memory(config, model, in_flight)),
+        episode=episode_size(config),
+        limits=limit,
+        memory=memory(config, model),
         remarks=tuple(_remarks(config, in_flight)),
     )
 
@@ -206,20 +215,6 @@ def scratch_model(config: RunConfig, vocab_size: int) -> ModelConfig:
         ConfigError: sizes that no decoder can have.
     """
     return msgspec.convert({**(config.model.scratch or {}), "vocab_size": vocab_size}, ModelConfig)
-
-
-def count_parameters(model: ModelConfig) -> int:
-    """Parameters of a decoder of this shape."""
-    width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
-    query, key = heads * model.head_dim, kv_heads * model.head_dim
-    attention = width * (query + 2 * key) + query * width
-    attention += (
-        (query + 2 * key) * model.attention_bias + width * model.output_bias + 2 * model.head_dim * model.qk_norm
-    )
-    mlp = 3 * width * model.intermediate_size + (2 * model.intermediate_size + width) * model.mlp_bias
-    table = model.vocab_size * width
-    tables = table if model.tie_word_embeddings else 2 * table
-    return tables + model.num_hidden_layers * (attention + mlp + 2 * width) + width
 
 
 def _out_of_range(config: RunConfig) -> Iterator[str]:
@@ -371,30 +366,6 @@ def _remarks(config: RunConfig, in_flight: int) -> Iterator[str]:
     if config.train.max_steps is None and config.tasks.epochs is None:
         yield "neither train.max_steps nor tasks.epochs is set: the run goes on until it is stopped or tasks end"
     if config.checkpoint.save_interval_steps == 0:
-        yield "checkpoint.save_interval_steps = 0: a killed run loses everything"
-
-
-def _memory(config: RunConfig, model: ModelConfig, in_flight: int) -> Iterator[Memory]:
-    parameters = count_parameters(model) * _BYTES[config.model.param_dtype]
-    context, slots = config.sampling.max_context_tokens, config.engine.slots
-    kv = model.num_hidden_layers * 2 * model.num_key_value_heads * model.head_dim * _BYTES[config.engine.kv_dtype]
-    yield Memory("parameters", parameters)
-    moments = 0 if config.optimizer.name == "sgd" else 2
-    yield Memory("optimizer moments", moments * parameters)
-    yield Memory("gradients", count_parameters(model) * 4)  # float32, whatever the parameters are stored in
-    if config.loss.beta > 0:
-        yield Memory("reference model", parameters)
-    yield Memory("copy while a checkpoint is saved", (1 + moments) * parameters)
-    yield Memory("sampler's copy, and the next one", 2 * count_parameters(model) * _BYTES[config.model.compute_dtype])
-    yield Memory("keys and values", kv * context * slots)
-    # The pacer admits no more, so this bounds slots, channels and groups together.
-    yield Memory("episodes, wherever they wait", in_flight * context * _ROW_BYTES_PER_TOKEN)
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
+        yield "checkpoint.save_interval_steps = 0: a killed run trains every step again"
+        if config.train.max_steps is None:
+            yield "what a restart reads back grows with the run: all groups since its beginning; set an interval"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trouper.actors.config import RunConfig
+from trouper.actors.memory import row_tokens
 from trouper.actors.plan import scratch_model
 from trouper.channels import Weights
 from trouper.envs import Chat
@@ -20,9 +21,6 @@ from trouper.learner.learner import Learner
 from trouper.learner.model_config import ModelConfig
 from trouper.learner.source import resolve_model
 from trouper.learner.weights import init_model, load_model, read_config
-
-LONGEST_ROW = 2048
-"""Most tokens of a packed row unless the configuration asks for more: attention costs the square of it."""
 
 
 def model_folder(config: RunConfig) -> Path | None:
@@ -80,16 +78,12 @@ class EngineMaker:
 
 def make_learner(config: RunConfig, decoder: Decoder, chat: Chat) -> Learner:
     """The learner that a configuration describes; with `beta > 0` the decoder is its reference."""
-    sampling, train = config.sampling, config.train
-    group = sampling.max_prompt_tokens + config.rollout.num_generations * (
-        sampling.max_context_tokens - sampling.max_prompt_tokens
-    )
-    row_tokens = train.row_tokens or max(sampling.max_context_tokens, min(group, LONGEST_ROW))
+    train = config.train
     return Learner(
         decoder,
         loss=config.loss,
         optimizer=config.optimizer,
-        batch=BatchConfig(row_tokens=row_tokens, micro_batch_size=train.micro_batch_size),
+        batch=BatchConfig(row_tokens=row_tokens(config), micro_batch_size=train.micro_batch_size),
         mesh=config.mesh,
         num_iterations=train.num_iterations,
         scale_rewards=train.scale_rewards or "none",

@@ -5,11 +5,12 @@ counts as something that the outside world may end, so an unknown wait is never 
 """
 
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import trio
 from msgspec import Struct
@@ -189,7 +190,7 @@ class WaitGraph:
         while todo:
             task, owner = todo.pop()
             frames[task] = _frames(task)
-            life = frames[task][0].f_locals.get("life") if owner is None and frames[task] else None
+            life = _locals(frames[task][0]).get("life") if owner is None and frames[task] else None
             if isinstance(life, Life) and life.slot.child.name in self._actors:  # a supervisor's host of an actor
                 owner = life.slot.child.name
                 stops.add(life.stop)
@@ -222,14 +223,14 @@ class WaitGraph:
             frames = frames[:-1]
         if len(frames) > 1 and frames[-1].f_code is _PARK and frames[-2].f_code in _PARKERS:
             frames = frames[:-1]
-        code, it = frames[-1].f_code, frames[-1].f_locals.get("self")
+        code, it = frames[-1].f_code, _locals(frames[-1]).get("self")
         caller = frames[-2] if len(frames) > 1 else frames[-1]
         place = _place(frames)
         match it:
             case _ if code is _CHILDREN:
                 return STOP
             case _ if code is _FOREVER:
-                timer = caller.f_code is _UNTIL and caller.f_locals["deadline"] != math.inf
+                timer = caller.f_code is _UNTIL and _locals(caller)["deadline"] != math.inf
                 return WORLD if timer else STOP
             case trio.Event() if it in stops:
                 return STOP
@@ -250,8 +251,8 @@ class WaitGraph:
 
     def _read_own(self, actor: str, code: object, caller: FrameType, place: str) -> Wait:
         """A wait on what this package makes of Trio's events, parking lots and channels, or on these themselves."""
-        it = caller.f_locals.get("self")
-        since = caller.f_locals.get("started")
+        it = _locals(caller).get("self")
+        since = _locals(caller).get("started")
         since = since if isinstance(since, float) else None
         linked = self._links.get(actor, ())
         match it:
@@ -317,6 +318,15 @@ def _frames(task: trio.lowlevel.Task) -> list[FrameType]:
         return []
 
 
+def _locals(frame: FrameType) -> dict[str, Any]:
+    """A frame's locals. Up to Python 3.12 the frame keeps what it showed, and with it all that its names held then."""
+    shown = frame.f_locals
+    found = dict(shown)
+    if sys.version_info < (3, 13):
+        shown.clear()
+    return found
+
+
 def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__") or ""
 
@@ -327,7 +337,7 @@ def _lent_the_loop(frames: list[FrameType]) -> bool:
         isinstance(value, trio.lowlevel.TrioToken)
         for frame in frames
         if not _module(frame).startswith("trio.")
-        for value in frame.f_locals.values()
+        for value in _locals(frame).values()
     )
 
 

@@ -41,10 +41,14 @@ class StepResult(Struct, frozen=True):
 class Environment(Protocol):
     """One scenario at a time. Each episode slot makes and owns its own instance; nothing is shared.
 
-    Methods may be plain or async. Three more members are optional: `reward() -> float | None`, the final score
+    Methods may be plain or async. A `reset` that has a parameter `seed` is given the attempt's, from which everything
+    random should follow: then the attempt can be played again as it was.
+
+    Three more members are optional: `reward() -> float | None`, the final score
     (else it is the sum of the step rewards); `close()`; and `tools`, callables that the model may call.
     An environment that changes process-wide state (`os.environ`, the working directory) must run in a process of its
-    own: within one process nothing can keep two of those apart.
+    own (`environment.isolation = "process"`): within one process nothing can keep two of those apart. A factory must
+    not return one object twice, unless its class says `thread_safe = True`.
     """
 
     def reset(self, task: Task) -> Any:

@@ -71,7 +71,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._max_to_keep = max_to_keep
         self._keep_best = keep_best
-        self._note = note
+        self.note = note
         self._begun: int | None = None  # the step that is being written
         self._scores: dict[int, float | None] = {}
         try:
@@ -171,7 +171,7 @@ class Checkpoints:
         try:
             self.wait()
         except CheckpointError as error:  # what was not written cannot be read; what was can
-            self._note(str(error))
+            self.note(str(error))
         if step is not None:
             return self._read(self._existing(step), like)
         self._existing(None)
@@ -185,7 +185,7 @@ class Checkpoints:
             for bad, why in damaged:
                 with self._failing(f"{why.what}, and it could not be set aside", "check rights"):
                     aside = self._set_aside(bad)
-                self._note(f"{why.what}; it is now {aside.name}, and step {each} is used instead")
+                self.note(f"{why.what}; it is now {aside.name}, and step {each} is used instead")
             return found
         raise CheckpointError(
             f"{self.folder} holds no checkpoint that can be read:\n"

@@ -67,7 +67,7 @@ class Bench:
     ) -> Any:
         """What the agent returned, or None when the attempt was cancelled from outside."""
         with trio.move_on_after(timeout) as scope:
-            self.world.begin(task or Task("t"), scope)
+            self.world.begin(task or Task("t"), 7, scope)
             try:
                 await self.world.prepare()
                 return await (agent or whole)(self.world)

@@ -5,7 +5,8 @@ from msgspec.structs import replace
 
 from trouper.actors.config import Chat, Evaluation, Model, Reward, RunConfig, Tasks
 from trouper.actors.config_file import flatten
-from trouper.actors.plan import _ABOVE_ZERO, _AT_LEAST, _AT_MOST_ONE, count_parameters, plan, scratch_model
+from trouper.actors.memory import count_parameters, size_text
+from trouper.actors.plan import _ABOVE_ZERO, _AT_LEAST, _AT_MOST_ONE, plan, scratch_model
 from trouper.channels import ConfigError
 from trouper.learner.mesh import MeshConfig
 from trouper.learner.model_config import ModelConfig
@@ -164,42 +165,38 @@ class TestNumbers:
 
 
 class TestMemory:
-    @pytest.mark.parametrize(
-        "flags",
-        [
-            {},
-            {"tie_word_embeddings": True},
-            {"attention_bias": True},
-            {"attention_bias": True, "output_bias": True, "mlp_bias": True},
-            {"qk_norm": True},
-        ],
-    )
-    def test_parameters_are_counted_as_the_model_has_them(self, flags):
-        weights = pytest.importorskip("trouper.learner.weights")
-        model = ModelConfig(vocab_size=11, **SHAPE, **flags)
-        shapes = weights.array_shapes(model).values()
-        assert count_parameters(model) == sum(rows * (rest[0] if rest else 1) for rows, *rest in shapes)
+    def test_every_part_is_in_one_total_and_in_the_text(self):
+        planned = plan(BASE, ModelConfig(vocab_size=11, **SHAPE))
+        totals = {
+            (where, restart): planned.total_bytes(where, restart=restart)
+            for where in ("host", "device")
+            for restart in (False, True)
+        }
+        assert sum(totals.values()) == sum(part.bytes for part in planned.memory)
+        text = planned.render()
+        for part in planned.memory:
+            assert part.name in text
+            assert part.how in text
+        for total in totals.values():
+            assert size_text(total) in text
 
-    def test_keys_and_values_follow_from_slots_and_context(self):
-        model = ModelConfig(vocab_size=11, **SHAPE)
-        parts = {part.name: part.bytes for part in plan(changed(engine={"slots": 3}), model).memory}
-        assert parts["keys and values"] == 2 * 2 * 2 * 6 * 4 * 3 * 1024
-        assert parts["episodes, wherever they wait"] == 128 * 1024 * 13
-        assert parts["optimizer moments"] == 2 * parts["parameters"] == 2 * 4 * count_parameters(model)
-        assert plan(changed(engine={"slots": 3}), model).total_bytes == sum(parts.values())
+    def test_the_text_says_what_comes_on_top(self):
+        text = plan(BASE, ModelConfig(vocab_size=11, **SHAPE)).render()
+        assert re.search("memory on the host  at most .* besides the process as it starts, JAX and compiled", text)
+        assert re.search("memory on devices   at most .* besides activations; .* more after a restart", text)
+        assert re.search(r"episodes wait       never more than 128: 8 in tasks, 64 in slots, 64 in episodes", text)
 
-    def test_half_the_width_is_half_the_memory(self):
-        model = ModelConfig(vocab_size=11, **SHAPE)
-        wide, narrow = plan(BASE, model), plan(changed(model={"param_dtype": "bfloat16"}), model)
-        assert wide.memory[0].bytes == 2 * narrow.memory[0].bytes
+    def test_without_a_shape_the_host_is_known(self):
+        text = plan(BASE).render()
+        assert "memory on devices   known when the model's config.json is here" in text
+        assert "untrained episodes" in text
 
-    def test_a_kl_term_keeps_a_reference_model(self):
-        model = ModelConfig(vocab_size=11, **SHAPE)
-        assert "reference model" in {part.name for part in plan(changed(loss={"beta": 0.1}), model).memory}
-        assert "reference model" not in {part.name for part in plan(BASE, model).memory}
+    def test_without_checkpoints_nothing_bounds_what_a_restart_reads_back(self):
+        def remarks(**train):
+            return " ".join(plan(changed(checkpoint={"save_interval_steps": 0}, train=train)).remarks)
 
-    def test_without_a_shape_it_says_so(self):
-        assert "known when the model's config.json is here" in plan(BASE).render()
+        assert "what a restart reads back grows with the run" in remarks()
+        assert "what a restart reads back grows with the run" not in remarks(max_steps=9)
 
 
 def test_a_model_from_scratch_gets_its_vocabulary_from_the_chat_format():
