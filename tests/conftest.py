@@ -22,6 +22,28 @@ def _guarded(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
     return guarded
 
 
+FEW, MANY = 50, 200
+"""Seeds of the simulation that every run of the tests plays, and those that one with the slow tests does."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--seeds N` plays seeds 0 to N - 1 of the simulation, `--seeds FIRST:END` those from FIRST to END - 1."""
+    parser.addoption("--kills", type=int, default=2, help="how often a real run is killed, and sent each signal")
+    parser.addoption("--seeds", help=f"seeds of the simulation: N or FIRST:END; by default {MANY}, {FEW} of them quick")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `soak_seed` is played once for each seed."""
+    if "soak_seed" not in metafunc.fixturenames:
+        return
+    chosen: str | None = metafunc.config.getoption("--seeds")
+    if chosen is None:
+        seeds = [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= FEW)) for seed in range(MANY)]
+        metafunc.parametrize("soak_seed", seeds)
+    else:
+        metafunc.parametrize("soak_seed", range(*map(int, chosen.split(":"))))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every async test in virtual time runs under a deadline, so that a deadlock fails instead of hanging."""
     for item in items:

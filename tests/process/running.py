@@ -61,6 +61,21 @@ episodes_per_step = 100
 STEPS, GROUPS = 24, 3
 DEADLINE = 120.0
 
+MARK = "TROUPER_TEST_MARK"
+"""An environment variable by whose value the processes of a test are found."""
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The processes that were born with our mark in their environment, and their command lines."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    return found
+
 
 @contextmanager
 def started(folder, run, *arguments):

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.process.running import finish, lines, started, trained
 from trouper.actors.ledger import Ledger
 from trouper.actors.metrics import read_metrics
 
-SHAKY = ["environment.name=tests.process.shaky:ShakyGuess", "train.max_steps={steps}", "optimizer.learning_rate=1e-3"]
+SHAKY = ["environment.name=shaky:ShakyGuess", "train.max_steps={steps}", "optimizer.learning_rate=1e-3"]
 FILTERS = ["rollout.dynamic_sampling=true", "rollout.mask_truncated=true", "rollout.max_redraws=1"]
 GROUPS = 3
 
@@ -25,6 +26,7 @@ class KilledRun:
         self.resets = folder / f"{name}.resets"
         self.resets.touch()
         monkeypatch.setenv("RESETS", str(self.resets))
+        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
         self.forbidden: list[tuple[int, set[int]]] = []
 
     def finish(self, *options):
@@ -62,27 +64,24 @@ class KilledRun:
         again = defaultdict(list)
         for line in (self.run / "metrics.jsonl").read_text().splitlines():
             record = json.loads(line)
-            again[record["step"]].append([record[name] for name in ("loss", "grad_norm", "entropy", "reward/mean")])
+            again[record["step"]].append(
+                [record.get(name, 0.0) for name in ("loss", "grad_norm", "entropy", "reward/mean")]
+            )
         for records in again.values():
             assert records == [pytest.approx(records[0], rel=1e-5, abs=1e-7)] * len(records)
         return sum(len(records) > 1 for records in again.values())
 
 
-@pytest.fixture(scope="module")
-def kills(pytestconfig):
-    return int(pytestconfig.getoption("--kills"))
-
-
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_trains_what_one_long_life_trains(tmp_path, folder, kills, monkeypatch):
-    steps = 24 + 12 * kills
+def test_a_run_that_is_killed_again_and_again_trains_what_one_long_life_trains(folder, kills, monkeypatch):
+    steps = 24 + 50 * kills
     whole = KilledRun(folder, "alone", steps, monkeypatch)
     whole.finish()
     assert any(int(seed) % 16 == 0 for seed in whole.resets.read_text().split())
     killed = KilledRun(folder, "killed-often", steps, monkeypatch)
     chance, resume = random.Random(0), []
     for _ in range(kills):
-        ended = killed.kill_after(chance.uniform(1, 12), *resume)
+        ended = killed.kill_after(chance.uniform(1, 7), *resume)
         assert not ended, "the run is too short for so many kills"
         resume = ["--resume"] if (killed.run / "config.toml").exists() else []
     killed.finish(*resume)
@@ -95,11 +94,11 @@ def test_a_run_that_is_killed_again_and_again_trains_what_one_long_life_trains(t
 
 @pytest.mark.slow
 def test_with_filters_on_each_slot_of_a_run_that_is_killed_ends_exactly_once(folder, kills, monkeypatch):
-    steps = 24 + 12 * kills
+    steps = 24 + 50 * kills
     killed = KilledRun(folder, "filtered", steps, monkeypatch)
     chance, resume = random.Random(1), []
     for _ in range(kills):
-        if killed.kill_after(chance.uniform(1, 12), *FILTERS, *resume):
+        if killed.kill_after(chance.uniform(1, 7), *FILTERS, *resume):
             break
         resume = ["--resume"] if (killed.run / "config.toml").exists() else []
     else:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 
+from tests.process.running import MARK, marked
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Section
 from trouper.actors.environment import EnvironmentActor
@@ -21,20 +22,6 @@ from trouper.actors.threads import Threads
 from trouper.channels import ConfigError, EnvironmentFailure, RunError, Task
 from trouper.envs import inline, load_object
 from trouper.envs.checked import CheckedEnvironment
-
-MARK = "TROUPER_TEST_MARK"
-
-
-def marked(mark: str) -> dict[int, str]:
-    """The processes that were born with our mark in their environment, and their command lines."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-    return found
 
 
 @pytest.fixture(autouse=True)

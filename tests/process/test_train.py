@@ -43,16 +43,6 @@ def test_a_stopped_run_goes_on_without_skipping_or_doubling_a_slot(folder, unint
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_run_at_once(folder):
-    run = folder / "twice"
-    with started(folder, run) as process:
-        wait_for(lambda: lines(run / "metrics.jsonl") >= 2, process)
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE) == 130
-
-
-@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(folder, uninterrupted):
     run = folder / "killed"
     with started(folder, run) as process:
