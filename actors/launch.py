@@ -1,5 +1,6 @@
 """From a configuration to a run: loads what it names, builds the standard run, attends it to its end, and saves."""
 
+import logging
 import signal
 import sys
 import threading
@@ -214,6 +215,7 @@ async def run(
     cast = cast or load_cast(config, folder)
     plan(config, model_config(config, folder, cast.chat.vocab_size), devices=jax.device_count())
     keep_compilations()
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs at length what it raises
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(run_dir))
         changes: dict[str, tuple[Any, Any]] = {}

@@ -66,6 +66,7 @@ def begin(
         first_step=step,
         groups_per_step=per_step,
         max_staleness=config.rollout.max_staleness,
+        max_steps=config.train.max_steps,
         redo=redo,
     )
     ledger.forget(resumed.forgotten)
@@ -80,6 +81,7 @@ def resume(
     first_step: int,
     groups_per_step: int,
     max_staleness: int,
+    max_steps: int | None,
     redo: bool,
 ) -> Resumed:
     """Join what a checkpoint says with what the ledger says since.
@@ -90,18 +92,21 @@ def resume(
         first_step: steps that the checkpoint has done.
         groups_per_step: slots of a step.
         max_staleness: of the run as it goes on.
+        max_steps: likewise; what lies beyond them is left for a run that goes on further.
         redo: whether a step over the same groups gives the same weights again; not so when the configuration changed.
     """
     saved = saved or BEGINNING
     first_slot = first_step * groups_per_step
+    end = sys.maxsize if max_steps is None else max_steps * groups_per_step
     slots = {open_.slot: open_ for open_ in saved.open if open_.slot >= first_slot} | replay.draws
     for group in replay.groups:  # a slot that is void may never have been given a task
         slots.setdefault(group.slot, SlotDraw(group.slot, group.draw, 0))
     given = {*saved.used, *replay.used, *(open_.draw for open_ in slots.values())}
-    groups, forgotten = _usable(replay.groups, first_step, groups_per_step, max_staleness, redo)
+    logged = [group for group in replay.groups if group.slot < end]
+    groups, forgotten = _usable(logged, first_step, groups_per_step, max_staleness, redo)
     position = SourcePosition(
         next_draw=saved.next_draw,
-        open=tuple(slots[slot] for slot in sorted(slots)),
+        open=tuple(slots[slot] for slot in sorted(slots) if slot < end),
         used=tuple(sorted(draw for draw in given if draw >= saved.next_draw)),
         quarantined={**saved.quarantined, **replay.quarantined},
     )

@@ -18,7 +18,7 @@ def replayed(groups: Any = (), draws: Any = (), used: Any = (), quarantined: Any
 
 
 def resumed(saved: SourcePosition | None, replay: Replay, **given: Any) -> Resumed:
-    settings = {"first_step": 0, "groups_per_step": 2, "max_staleness": 1, "redo": True, **given}
+    settings = {"first_step": 0, "groups_per_step": 2, "max_staleness": 1, "max_steps": None, "redo": True, **given}
     return resume(saved, replay, **settings)
 
 
@@ -78,6 +78,15 @@ def test_the_ledger_is_younger_than_the_checkpoint_and_overrules_it() -> None:
     assert found.position.next_draw == 4
     assert found.position.used == (4, 5, 6, 7)
     assert found.position.quarantined == {"a": "old", "b": "new"}
+
+
+def test_what_lies_beyond_fewer_steps_is_left_alone(group) -> None:
+    replay = replayed([group(2, 1), group(4, 1)], draws=[(2, 2, 0), (3, 3, 0), (4, 4, 0), (5, 5, 0)])
+    found = resumed(None, replay, first_step=1, max_steps=2)
+    assert [each.slot for each in found.groups] == [2]
+    assert [each.slot for each in found.position.open] == [2, 3]
+    assert found.forgotten == ()
+    assert resumed(None, replay, first_step=1, max_steps=1).position.open == ()
 
 
 def test_void_slots_stay_void() -> None:
