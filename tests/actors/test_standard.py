@@ -3,213 +3,14 @@
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
 
 from trouper.actors.simulation import SimulatedAccelerator, SimulatedEngine, default_seconds
-from trouper.channels import HopelessRun, RestartLimit, SamplerError, SyncError
-
-
-class Faults:
-    """What goes wrong in one run, drawn in the order in which it happens."""
-
-    KINDS = ("raise", "hang", "slow", "create", "create_hang", "reward", "agent", "refuse", "die", "corrupt")
-
-    def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
-        self.rates = {kind: self.random.choice((0.0, 0.0, 0.02, 0.05, 0.1)) for kind in self.KINDS}
-        self.left = {"die": 2, "corrupt": 1}  # more often than this the run may well give up
-
-    def __call__(self, kind: str) -> bool:
-        hit = self.random.random() < self.rates[kind] and self.left.get(kind, 1) > 0
-        if hit and kind in self.left:
-            self.left[kind] -= 1
-        return hit
-
-
-def faulty(faults: Faults, letters: Any) -> dict[str, Any]:
-    """Environment, agent, engine and accelerator that fail as `faults` says."""
-
-    class Environment(letters):
-        def __init__(self) -> None:
-            self.steps = faults.random.randint(1, 3)
-
-        async def disturbed(self) -> None:
-            if faults("raise"):
-                raise OSError("the world broke")
-            if faults("hang"):
-                await trio.sleep_forever()
-            await trio.sleep(faults.random.expovariate(1.0) * (100 if faults("slow") else 1))
-
-        async def reset(self, task: Any) -> str:
-            await self.disturbed()
-            return await super().reset(task)
-
-        async def step(self, action: str) -> Any:
-            await self.disturbed()
-            return await super().step(action)
-
-        async def reward(self) -> float:
-            if faults("reward"):
-                raise ZeroDivisionError
-            return super().reward()
-
-        async def close(self) -> None:
-            await self.disturbed()
-
-    async def create() -> Any:
-        if faults("create"):
-            raise ConnectionError("no room")
-        if faults("create_hang"):
-            await trio.sleep_forever()
-        return Environment()
-
-    async def agent(talk: Any, world: Any) -> None:
-        talk.user(await world.reset())
-        while not world.done:
-            try:
-                turn = await talk.generate()
-                answer = await world.step(turn.text)
-            except Exception:
-                return
-            if faults("agent"):
-                raise LookupError("a clumsy agent")
-            talk.user(answer)
-
-    engines = []
-
-    class Engine(SimulatedEngine):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            engines.append(self)
-
-        def check(self, request: Any) -> None:
-            if faults("refuse"):
-                raise SamplerError("not this one")
-            super().check(request)
-
-        def step(self) -> Any:
-            if faults("die"):
-                raise RuntimeError("device lost")
-            return super().step()
-
-        def checksum(self) -> int:
-            return super().checksum() + faults("corrupt")
-
-    def accelerator(name: str) -> SimulatedAccelerator:
-        return SimulatedAccelerator(name, lambda call: default_seconds(call) * faults.random.uniform(0.5, 1.5))
-
-    parts = {"make_environment": create, "make_engine": Engine, "make_accelerator": accelerator}
-    return {"agent": agent, "engines": engines, **parts}
-
-
-def disturbed_run(seed: int, play: Any, letters: Any, stream: Any) -> Any:
-    """A run whose configuration and faults follow from the seed."""
-    random = Random(seed)
-    staleness = random.randint(0, 2)
-    endless = random.random() < 0.6
-    parts = faulty(Faults(seed), letters)
-    engines = parts.pop("engines")
-    played = play(
-        **parts,
-        tasks=stream(None if endless else random.randint(1, 14)),
-        held_out=stream(2) if random.random() < 0.3 else None,
-        run={"seed": seed},
-        rollout={
-            "num_generations": random.randint(1, 3),
-            "max_concurrency": random.choice((1, 3, 8, 20)),
-            "max_staleness": staleness,
-            "max_attempts": random.randint(1, 3),
-            "max_redraws": random.randint(0, 2),
-            "lost_members": random.choice(("shrink", "drop")),
-            "min_members": 1,
-            "dynamic_sampling": random.random() < 0.5,
-            "mask_truncated": random.random() < 0.2,
-            "episode_timeout": random.choice((50.0, 1000.0)),
-            "max_consecutive_lost": 1000,
-        },
-        train={
-            "max_steps": random.randint(1, 6) if endless or random.random() < 0.5 else None,
-            "groups_per_step": random.randint(1, 4),
-            "drop_last": random.random() < 0.3,
-            "max_empty_steps": 1000,
-        },
-        sync={
-            "weight_sync_steps": random.randint(1, staleness + 1),
-            "mode": random.choice(("in_flight", "drain")),
-            "kv": random.choice(("keep", "recompute")),
-            "drain_timeout": random.choice((0.0, 0.5, 60.0)),
-        },
-        engine={"slots": random.randint(1, 6), "chunk": random.randint(1, 4)},
-        evaluation={"every_steps": 2, "tasks": {"source": "held:out"}, "count": 3},
-        checkpoint={"save_interval_steps": random.randint(0, 3)},
-    )
-    played.engines = engines
-    return played
-
-
-def check(played: Any) -> None:
-    """What must hold at the end of every run, whatever went wrong in it."""
-    config, pacer = played.config, played.run.pacer
-    per_step, staleness = config.train.groups_per_step, config.rollout.max_staleness
-    # Nothing is left anywhere.
-    for channel in played.run.graph.statistics():
-        assert (channel.name, channel.depth, channel.sent) == (channel.name, 0, channel.received)
-    assert played.engines[-1].live == 0
-    assert (played.run.episodes.busy, played.run.grouper.open_groups) == (0, 0)
-    # Every slot ended once, in the order of the steps.
-    assert pacer.closed == pacer.admitted == pacer.total
-    whole = pacer.total // per_step * per_step if config.train.drop_last else pacer.total
-    assert sorted(group.slot for _, group in played.groups) == list(range(whole))
-    assert all(group.slot // per_step == step for step, group in played.groups)
-    assert [step for step, _ in played.groups] == sorted(step for step, _ in played.groups)
-    assert sorted(step for step, record in played.metrics.items() if "groups" in record) == list(
-        range(1, -(-whole // per_step) + 1)
-    )
-    draws = [group.draw for _, group in played.groups if group.void is None]
-    assert len(draws) == len(set(draws))
-    for step, group in played.groups:
-        assert (group.void is None) == bool(group.episodes)
-        assert group.void or len(group.episodes) + group.lost == config.rollout.num_generations
-        for each in group.episodes:
-            said = ""
-            for row in each.rows:
-                versions = row.versions[row.loss_mask]
-                assert 0 <= step - versions.max() <= step - versions.min() <= staleness
-                assert (versions[1:] >= versions[:-1]).all()
-                for position in row.loss_mask.nonzero()[0]:
-                    assert row.tokens[position] == played.engines[0].token(each.attempt.seed, int(position))
-                    said += "abcdefghijklmno;"[row.tokens[position]]
-            assert each.reward == sum(map(ord, said)) % 7 / 7
-    trained = [group.slot for _, group in played.learner.trained]
-    assert len(trained) == len(set(trained))
-    assert played.run.barrier.attested.value.final
-
-
-SEEDS = 30
-
-
-@pytest.mark.parametrize(
-    "seeds", [range(SEEDS), pytest.param(range(SEEDS, 200), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_no_mixture_of_faults_wedges_a_run_or_breaks_a_promise(seeds, run_seeded, play, letters, stream) -> None:
-    for seed in seeds:
-        played = disturbed_run(seed, play, letters, stream)
-        try:
-            run_seeded(seed, played)
-            check(played)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-
-
-@pytest.mark.parametrize("seed", [3, 4])
-def test_a_seed_replays_the_same_run(seed, run_seeded, play, letters, stream) -> None:
-    first, second = (disturbed_run(seed, play, letters, stream) for _ in range(2))
-    run_seeded(seed, first)
-    run_seeded(seed, second)
-    assert first.log == second.log
+from trouper.channels import HopelessRun, Message, RestartLimit, SamplerError, SyncError, Task
+from trouper.envs import Rewards, StepResult, TaskList
 
 
 async def test_an_environment_that_raises_in_a_tenth_of_its_steps_costs_attempts_and_nothing_else(
@@ -260,16 +61,16 @@ async def test_weights_that_cannot_be_attested_end_the_run_by_name(autojump_cloc
         def checksum(self) -> int:
             return 1
 
-    with pytest.raises(SyncError, match=r"sampler 0 could not be brought to weights \(1, 1\)"):
+    with pytest.raises(SyncError, match=r"sampler 0 could not be brought to weights \(1, 0\)"):
         await play(make_engine=Corrupt)()
 
 
 async def test_a_long_run_leaves_nothing_behind(autojump_clock, play) -> None:
     played = await play(train={"max_steps": 150}, checkpoint={"save_interval_steps": 0})()
     run = played.run
-    assert len(run.source.position(0).open) == 0
-    assert run.pacer.redraws(0) == 0
-    for left in (run.sampler._waiting, run.sampler._running, run.sampler._deliveries, run.grouper._ready):
+    assert len(run.life.source.position(0).open) == 0
+    assert run.life.pacer.redraws(0) == 0
+    for left in (run.sampler._waiting, run.sampler._running, run.life.grouper._ready):
         assert not left
 
 
@@ -278,3 +79,210 @@ async def test_the_last_weights_wait_for_nobody(autojump_clock, play) -> None:
     played = await play(rollout={"max_staleness": 2}, train={"max_steps": 3})()
     assert played.run.sampler.ended
     assert played.seconds < 20
+
+
+# What hangs, lags or lies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["create", "reset", "step", "reward", "judge", "agent", "model"])
+async def test_whatever_hangs_all_groups_are_delivered_whole(autojump_clock, play, letters, where) -> None:
+    hung: list[str] = []
+
+    async def perhaps(here: str) -> None:
+        if here == where and len(hung) < 3:
+            hung.append(here)
+            await trio.sleep_forever()
+
+    class Hanging(letters):
+        async def reset(self, task: Task) -> str:
+            await perhaps("reset")
+            return await super().reset(task)
+
+        async def step(self, action: str) -> StepResult:
+            await perhaps("step")
+            return await super().step(action)
+
+        async def reward(self) -> float:
+            await perhaps("reward")
+            return super().reward()
+
+    async def make() -> Hanging:
+        await perhaps("create")
+        return Hanging()
+
+    async def agent(talk: Any, world: Any) -> None:
+        talk.user(await world.reset())
+        while not world.done:
+            await perhaps("agent")
+            turn = await talk.generate()
+            talk.user(await world.step(turn.text))
+
+    async def judge(task: Task, messages: tuple[Message, ...], text: str) -> float:
+        await perhaps("judge")
+        return 0.5
+
+    class Mute(SimulatedEngine):
+        def submit(self, request: Any) -> None:
+            if where == "model" and len(hung) < 3:
+                hung.append("model")  # it is never answered
+            else:
+                super().submit(request)
+
+    rewards = Rewards({"judge": judge}, (1.0,))
+    played = await play(make_environment=make, agent=agent, rewards=rewards, make_engine=Mute)()
+    assert hung == [where] * 3
+    assert [len(group.episodes) for _, group in played.groups] == [2] * 8
+    assert played.run.breaker.lost.total() == 3
+    # A hang costs its attempt, and only that: the three overlap or follow each other, and the rest goes on.
+    limit = 600 if where in ("agent", "model") else 60
+    assert limit <= played.seconds <= 3 * (limit + 30)
+
+
+async def test_a_slow_consumer_gets_every_group_and_what_waits_for_it_is_bounded(autojump_clock, play) -> None:
+    def slow(name: str) -> SimulatedAccelerator:
+        return SimulatedAccelerator(name, lambda call: 1000.0 if call == "update" else default_seconds(call))
+
+    played = await play(
+        make_accelerator=slow, train={"max_steps": 25}, rollout={"max_staleness": 2, "max_concurrency": 64}
+    )()
+    assert len(played.groups) == 50
+    assert all(channel.peak <= channel.capacity for channel in played.run.graph.statistics())
+    # Three steps of 2 groups of 2 are admitted at a time, wherever they wait.
+    sampled = [(step, row.versions[row.loss_mask].min()) for step, group in played.groups for row in rows(group)]
+    assert max(step - oldest for step, oldest in sampled) == 2
+
+
+def rows(group: Any) -> list[Any]:
+    return [row for episode in group.episodes for row in episode.rows]
+
+
+async def test_every_member_of_a_group_gets_a_completion_of_its_own(autojump_clock, play) -> None:
+    played = await play(rollout={"num_generations": 8, "max_concurrency": 16})()
+    for _, group in played.groups:
+        assert len({tuple(row.tokens) for row in rows(group)}) == 8
+
+
+async def test_an_infinite_reward_is_refused_and_leaves_its_group_something_to_learn(autojump_clock, play) -> None:
+    given: list[float] = []
+
+    async def boundless(task: Task, messages: tuple[Message, ...], text: str) -> float:
+        given.append(float("inf") if len(given) % 5 == 0 else len(given) % 7)
+        return given[-1]
+
+    played = await play(rewards=Rewards({"boundless": boundless}, (1.0,)))()
+    infinite = given.count(float("inf"))
+    assert infinite == played.total("env/failures/reward_error") > 0
+    for _, group in played.groups:
+        assert len(group.episodes) == 2
+        assert np.isfinite([episode.reward for episode in group.episodes]).all()
+        assert np.abs(group.advantages).min() > 0.5
+    log = (played.directory / "log.txt").read_text()
+    assert log.count("reward function 'boundless' returned inf") == infinite
+
+
+async def test_tool_calls_of_a_groups_members_run_side_by_side(autojump_clock, play, letters) -> None:
+    class Slow(letters):
+        def __init__(self) -> None:
+            self.tools = (self.look_up,)
+
+        async def look_up(self, word: str) -> str:
+            """Takes its time."""
+            await trio.sleep(50)
+            return word
+
+    async def agent(talk: Any, world: Any) -> None:
+        talk.user(await world.reset())
+        turn = await talk.generate()
+        result = await world.call("look_up", {"word": turn.text})
+        talk.user(await world.step(result.text))
+
+    played = await play(
+        make_environment=Slow,
+        agent=agent,
+        rollout={"num_generations": 16, "max_concurrency": 16},
+        train={"max_steps": 1, "groups_per_step": 1},
+        engine={"slots": 16},
+    )()
+    assert len(played.groups[0][1].episodes) == 16
+    assert 50 < played.seconds < 60
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_stragglers_a_thousand_times_slower_are_trained_within_the_bound(
+    autojump_clock, play, letters, staleness
+) -> None:
+    made: list[Any] = []
+
+    class Straggling(letters):
+        async def reset(self, task: Task) -> str:
+            made.append(task)
+            self.seconds = 1000.0 if len(made) % 11 == 0 else 1.0
+            return await super().reset(task)
+
+        async def step(self, action: str) -> StepResult:
+            await trio.sleep(self.seconds - 1.0)
+            return await super().step(action)
+
+    played = await play(
+        make_environment=Straggling,
+        environment={"isolation": "inline", "step_timeout": 2000.0},
+        rollout={"max_staleness": staleness, "max_concurrency": 32, "episode_timeout": 10_000.0},
+        train={"max_steps": 12},
+    )()
+    assert len(played.groups) == 24
+    assert played.run.breaker.lost.total() == 0  # nobody is thrown away for being late
+    ages = [step - row.versions[row.loss_mask] for step, group in played.groups for row in rows(group)]
+    assert max(age.max() for age in ages) == staleness
+    assert min(age.min() for age in ages) >= 0
+    # 4 stragglers of 3 slow calls each: with 0 each holds up its own step, with 2 those of near steps overlap.
+    assert played.seconds < (12_200 if staleness == 0 else 9_500)
+
+
+# Data, producers, resume -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [5, 8])
+async def test_batches_run_on_across_passes_over_the_data(autojump_clock, play, count) -> None:
+    records = TaskList([Task(str(number), {}) for number in range(count)], seed=7)
+    played = await play(tasks=records, train={"max_steps": 10})()
+    passes = sorted(played.draws)
+    ids = [records.task(draw).id for _, _, draw in passes]
+    for begin in range(0, 20 - count + 1, count):
+        assert sorted(ids[begin : begin + count]) == sorted(map(str, range(count)))
+
+
+async def test_environments_that_all_break_end_the_run_with_the_first_cause(autojump_clock, play, letters) -> None:
+    steps: list[str] = []
+
+    class Breaking(letters):
+        async def step(self, action: str) -> StepResult:
+            steps.append(action)
+            if len(steps) > 3:
+                raise OSError(f"the world broke at step {len(steps)}")
+            return await super().step(action)
+
+    with pytest.raises(HopelessRun, match="First cause of env_error: step: OSError: the world broke at step 4"):
+        await play(make_environment=Breaking, rollout={"max_concurrency": 4, "max_consecutive_lost": 16})()
+    assert trio.current_time() < 100
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("concurrency", [1, 2, 6])
+async def test_what_was_in_flight_at_a_kill_is_trained_once_and_in_its_place(
+    autojump_clock, play, shuffle, concurrency
+) -> None:
+    records = TaskList([Task(str(number), {}) for number in range(8)], epochs=1, shuffle=shuffle, seed=7)
+    given: dict[str, Any] = {
+        "rollout": {"num_generations": 1, "max_concurrency": concurrency, "max_staleness": 2},
+        "train": {"max_steps": 100, "groups_per_step": 2},
+        "checkpoint": {"save_interval_steps": 1},
+    }
+    whole = await play(tasks=records, **given)()
+    for kill_at in np.linspace(0.5, whole.seconds, 12):
+        killed = await play(tasks=records, kill_at=kill_at, **given)()
+        saved = max(killed.checkpoints.saved, default=0)
+        resumed = await play(resume=killed, tasks=records, **given)()
+        trained = [draw for draw in killed.draws if draw[0] < saved] + resumed.draws
+        assert sorted(trained) == sorted(whole.draws)
+        assert [step for step, _, _ in resumed.draws] == [slot // 2 for slot in range(2 * saved, 8)]
+        assert list(resumed.metrics) == [1, 2, 3, 4]
