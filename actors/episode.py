@@ -154,6 +154,7 @@ class EpisodeSlots:
         # What stands for an environment in a process of its own is Trio's here, whatever it is there.
         self._worlds = threads() if deadlines.isolation == "process" else self._threads
         self._environments: list[EnvironmentActor] = []
+        self._restarts_before = 0  # those of earlier lives
         self._explained: set[tuple[str, str, int | None]] = set()
         self.breaker = breaker
         self.busy = 0
@@ -161,10 +162,11 @@ class EpisodeSlots:
     @property
     def restarts(self) -> int:
         """Environments thrown away so far."""
-        return sum(environment.restarts for environment in self._environments)
+        return self._restarts_before + sum(environment.restarts for environment in self._environments)
 
     async def run(self, inbox: Receiver[Attempt], outbox: Sender[Outcome], requests: Sender[Generate]) -> None:
         """Play every attempt that comes."""
+        self._restarts_before, self._environments = self.restarts, []
         try:
             async with trio.open_nursery() as nursery:
                 for index in range(self._concurrency):

@@ -4,9 +4,10 @@ from random import Random
 from typing import Any
 
 import pytest
+import trio
 
 from trouper.actors.ledger import Ledger
-from trouper.actors.simulation import MemoryCheckpoints, SimulatedLearner
+from trouper.actors.simulation import MemoryCheckpoints, SimulatedAccelerator, SimulatedLearner
 from trouper.channels import HopelessRun, NumericsError, RestartLimit
 
 LONG = {"max_restarts": 1000}
@@ -189,3 +190,32 @@ async def test_a_changed_configuration_rolls_again_what_later_weights_had_sample
     note = next(note for note in changed.screen.notes if "goes on after step" in note)
     assert f"{len(kept)} complete groups are trained as they are" in note
     assert f"{len(before) - len(kept)} of them although they were complete" in note
+
+
+async def test_late_weights_of_a_life_that_failed_admit_nothing_in_the_next(autojump_clock, play) -> None:
+    """They were on their way to a slow sampler when the learning failed."""
+
+    class Slow(SimulatedAccelerator):
+        async def run(self, call: Any, *args: Any) -> Any:
+            if self.name == "sampler" and getattr(call, "__name__", "") == "swap" and args[1][1] == 3:
+                await trio.sleep(50)
+            return await super().run(call, *args)
+
+    class Once(SimulatedLearner):
+        failed = False
+
+        def add(self, groups: Any) -> None:
+            if self.step == 3 and not self.failed:
+                self.failed = True
+                raise MemoryError("once")
+            super().add(groups)
+
+    given = {"rollout": {"max_staleness": 1}, "checkpoint": {"save_interval_steps": 0}, "train": {"max_steps": 6}}
+    played = await play(learner=Once(), make_accelerator=Slow, sync={"timeout": 100.0}, **given)()
+    assert played.run.life.number == 2
+    ages = [step - row.versions[row.loss_mask].min() for step, row in rows(played)]
+    assert max(ages) == 1
+
+
+def rows(played: Any) -> list[tuple[int, Any]]:
+    return [(step, row) for step, group in played.groups for episode in group.episodes for row in episode.rows]
