@@ -28,7 +28,7 @@ FEW, MANY = 50, 200
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--seeds N` plays seeds 0 to N - 1 of the simulation, `--seeds FIRST:END` those from FIRST to END - 1."""
-    parser.addoption("--kills", type=int, default=2, help="how often a real run is killed, and sent each signal")
+    parser.addoption("--kills", type=int, default=1, help="how often a real run is killed, and sent each signal")
     parser.addoption("--seeds", help=f"seeds of the simulation: N or FIRST:END; by default {MANY}, {FEW} of them quick")
 
 

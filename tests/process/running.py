@@ -59,7 +59,7 @@ save_interval_steps = 4
 episodes_per_step = 100
 """
 STEPS, GROUPS = 24, 3
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 MARK = "TROUPER_TEST_MARK"
 """An environment variable by whose value the processes of a test are found."""

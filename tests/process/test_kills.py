@@ -3,12 +3,13 @@
 import json
 import random
 import shutil
+import time
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from tests.process.running import finish, lines, started, trained
+from tests.process.running import finish, lines, started, trained, wait_for
 from trouper.actors.ledger import Ledger
 from trouper.actors.metrics import read_metrics
 
@@ -32,15 +33,34 @@ class KilledRun:
     def finish(self, *options):
         finish(self.folder, self.run, *self.options, *options)
 
+    def kill_at_random(self, times, seed, *options):
+        """Kill it so often, at moments from the start to a few seconds of work.
+
+        Returns:
+            What to start it with next; None when it was done before.
+        """
+        chance, resume = random.Random(seed), []
+        for number in range(times):
+            started = time.monotonic()
+            if self.kill_after(None if number % 5 == 4 else chance.uniform(0.0, 4.0), *options, *resume):
+                return None
+            print(f"killed after {time.monotonic() - started:.2f} s at step {lines(self.run / 'metrics.jsonl')}")
+            resume = ["--resume"] if (self.run / "config.toml").exists() else []
+        return resume
+
     def kill_after(self, seconds, *options):
+        """Kill it so long after it began to work, or before that (None), and say whether it was done before."""
         with started(self.folder, self.run, *self.options, *options) as process:
-            try:
-                return process.wait(seconds) == 0
-            except Exception:  # subprocess.TimeoutExpired: it is still at work
-                process.kill()
-                process.wait()
+            done = lines(self.run / "metrics.jsonl")
+            if seconds is None:
+                time.sleep(random.uniform(0.2, 3.0))
+            else:
+                wait_for(lambda: lines(self.run / "metrics.jsonl") > done or process.poll() is not None, process)
+                time.sleep(seconds)
+            process.kill()
+            code = process.wait()
         self.note_complete_groups()
-        return False
+        return code == 0
 
     def note_complete_groups(self):
         """From now on nobody may be reset for an attempt of a group that is complete in the ledger."""
@@ -69,21 +89,18 @@ class KilledRun:
             )
         for records in again.values():
             assert records == [pytest.approx(records[0], rel=1e-5, abs=1e-7)] * len(records)
-        return sum(len(records) > 1 for records in again.values())
+        print(f"{sum(len(records) > 1 for records in again.values())} steps were done again")
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_trains_what_one_long_life_trains(folder, kills, monkeypatch):
-    steps = 24 + 50 * kills
+    steps = 40 + 40 * kills
     whole = KilledRun(folder, "alone", steps, monkeypatch)
     whole.finish()
     assert any(int(seed) % 16 == 0 for seed in whole.resets.read_text().split())
     killed = KilledRun(folder, "killed-often", steps, monkeypatch)
-    chance, resume = random.Random(0), []
-    for _ in range(kills):
-        ended = killed.kill_after(chance.uniform(1, 7), *resume)
-        assert not ended, "the run is too short for so many kills"
-        resume = ["--resume"] if (killed.run / "config.toml").exists() else []
+    resume = killed.kill_at_random(kills, 0)
+    assert resume is not None, "the run is too short for so many kills"
     killed.finish(*resume)
     assert trained(killed.run) == trained(whole.run)
     attempts = [attempt for step in trained(killed.run).values() for _, attempt in step]
@@ -94,14 +111,10 @@ def test_a_run_that_is_killed_again_and_again_trains_what_one_long_life_trains(f
 
 @pytest.mark.slow
 def test_with_filters_on_each_slot_of_a_run_that_is_killed_ends_exactly_once(folder, kills, monkeypatch):
-    steps = 24 + 50 * kills
+    steps = 40 + 40 * kills
     killed = KilledRun(folder, "filtered", steps, monkeypatch)
-    chance, resume = random.Random(1), []
-    for _ in range(kills):
-        if killed.kill_after(chance.uniform(1, 7), *FILTERS, *resume):
-            break
-        resume = ["--resume"] if (killed.run / "config.toml").exists() else []
-    else:
+    resume = killed.kill_at_random(kills, 1, *FILTERS)
+    if resume is not None:
         killed.finish(*FILTERS, *resume)
     metrics = read_metrics(killed.run / "metrics.jsonl")
     assert list(metrics) == list(range(1, steps + 1))

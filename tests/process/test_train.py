@@ -20,7 +20,7 @@ def uninterrupted(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_stopped_run_goes_on_without_skipping_or_doubling_a_slot(folder, uninterrupted, seed):
     chance = random.Random(seed)
     number = chance.choice([signal.SIGINT, signal.SIGTERM])
@@ -40,17 +40,6 @@ def test_a_stopped_run_goes_on_without_skipping_or_doubling_a_slot(folder, unint
     # What was done before the signal was saved by it: no step was trained twice.
     assert lines(run / "metrics.jsonl") == STEPS
     assert done < STEPS
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_checkpoint(folder, uninterrupted):
-    run = folder / "killed"
-    with started(folder, run) as process:
-        wait_for(lambda: lines(run / "metrics.jsonl") >= 10, process)
-        process.kill()
-        process.wait()
-    finish(folder, run, "--resume")
-    assert trained(run) == uninterrupted
 
 
 @pytest.mark.slow
