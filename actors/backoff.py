@@ -69,7 +69,8 @@ class Backoff:
             raise ValueError(f"first = {first} and longest = {longest} seconds; need 0 <= first <= longest")
         if factor < 1:
             raise ValueError(f"factor = {factor}; it must be 1 or more, or the delays would shrink")
-        self._random = Random(seed)
+        self._seed = seed
+        self._delays = 0
         self._first = first
         self._factor = factor
         self._longest = longest
@@ -86,4 +87,6 @@ class Backoff:
             self._ceiling = self._first
         ceiling = self._ceiling
         self._ceiling = min(self._longest, ceiling * self._factor)
-        return ceiling * self._random.uniform(0.5, 1.0)
+        self._delays += 1
+        # Made when it is needed: a generator takes 3 kB, and most children of most runs never fail.
+        return ceiling * Random(f"{self._seed}/{self._delays}").uniform(0.5, 1.0)

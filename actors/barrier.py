@@ -12,6 +12,7 @@ import trio
 from msgspec import Struct
 
 from trouper.actors.sampler import Sampler
+from trouper.actors.trace import NO_TRACK, Track
 from trouper.channels import Latest, Receiver, SyncError, Weights
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Barrier:
         first: the weights that the samplers begin with.
         timeout: seconds one sampler may take, each time.
         attempts: how often a sampler is asked before it is restarted.
+        track: of the barrier.
 
     Attributes:
         attested: the newest that every sampler holds.
@@ -57,11 +59,13 @@ class Barrier:
         first: Attested,
         timeout: float,
         attempts: int = 2,
+        track: Track = NO_TRACK,
     ) -> None:
         self._samplers = samplers
         self._attest = attest
         self._timeout = timeout
         self._attempts = attempts
+        self._track = track
         self.attested = Latest(first)
         self.seconds = 0.0
 
@@ -73,9 +77,10 @@ class Barrier:
         """
         async for weights in inbox:
             started = trio.current_time()
-            async with trio.open_nursery() as nursery:
-                for index, sampler in enumerate(self._samplers):
-                    nursery.start_soon(self._bring, index, sampler, weights)
+            with self._track.span("weight sync", life=weights.life, step=weights.step):
+                async with trio.open_nursery() as nursery:
+                    for index, sampler in enumerate(self._samplers):
+                        nursery.start_soon(self._bring, index, sampler, weights)
             self.seconds += trio.current_time() - started
             if self._overtaken(weights):
                 log.info("weights %s came late: newer ones are held", weights.version)

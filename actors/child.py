@@ -11,7 +11,7 @@ import trio
 from msgspec import Struct
 
 from trouper.actors.backoff import Backoff
-from trouper.channels import StartError
+from trouper.channels import Exited, StartError
 
 
 class Restart(Enum):
@@ -106,3 +106,15 @@ class Life:
         self.retired = True
         self.stop.set()
         self.scope.deadline = min(self.scope.deadline, trio.current_time() + grace)
+
+
+def brief(error: BaseException | None) -> str:
+    """Type and message; of a group, those of its first error."""
+    if isinstance(error, BaseExceptionGroup):
+        return f"{brief(error.exceptions[0])} (the first of {len(error.exceptions)})"
+    return f"{type(error).__name__}: {error}"
+
+
+def how(exited: Exited) -> str:
+    """How a life ended, for the middle of a sentence."""
+    return "returned" if exited.error is None else f"raised {brief(exited.error)}"

@@ -12,10 +12,11 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trouper.channels import ConfigError, TrouperError
+from trouper.channels import ConfigError, TrouperError, causes
 
 if TYPE_CHECKING:
     from trouper.actors.config import RunConfig
@@ -189,11 +190,10 @@ def report(error: BaseException) -> int:
     if ours is None:
         return 1
     print(f"trouper: {ours}", file=sys.stderr)
-    cause = ours.__cause__
     # A configuration says all there is to say; why a run ended often stands in what it ended from.
-    while cause is not None and not isinstance(ours, ConfigError):
-        print(f"  because of {type(cause).__name__}: {cause}", file=sys.stderr)
-        cause = cause.__cause__
+    if not isinstance(ours, ConfigError):
+        for cause in islice(causes(ours), 1, None):
+            print(f"  because of {type(cause).__name__}: {cause}", file=sys.stderr)
     return ours.exit_code
 
 

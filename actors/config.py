@@ -109,7 +109,8 @@ class Environment(Section, frozen=True):
         max_processes: processes an environment may have at a time, its own included.
         restart_backoff: seconds before the second restart in a row; doubles each time.
         restart_backoff_max: the longest wait between restarts, in seconds.
-        max_abandoned_threads: sync calls that outlive their deadline leave a thread behind; more than this end the run.
+        max_abandoned_threads: calls, and agents, that do not end at their deadline leave a thread or a task behind;
+            more than this end the run.
     """
 
     name: str = "trouper.envs.single_turn:SingleTurn"
@@ -305,7 +306,8 @@ class Checkpoint(Section, frozen=True):
         save_interval_steps: optimizer steps between two saves; 0 saves only at the end.
         max_to_keep: the newest so many are kept.
         keep_best: so many with the highest `best_metric` are kept beside them.
-        best_metric: a metric of the step, or of the newest evaluation; a step without it, or with NaN, is never best.
+        best_metric: a metric of the step, or of the evaluation of its weights; a step without it, or with NaN, is never
+            best.
     """
 
     save_interval_steps: int = 50
@@ -319,9 +321,11 @@ class Log(Section, frozen=True):
 
     Attributes:
         episodes_per_step: episodes of a step written to `episodes.jsonl`.
+        profile_steps: the first and the last step that `jax.profiler` traces into `profile/`; empty for none.
     """
 
     episodes_per_step: int = 2
+    profile_steps: tuple[int, ...] = ()
 
 
 class RunConfig(Section, frozen=True):

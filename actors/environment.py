@@ -3,20 +3,25 @@
 An attempt and its environment actor meet by rendezvous: one call, one answer. A call that raises, hangs or returns
 nonsense is a failure of infrastructure: the object is thrown away, the failure is recorded under its class, and the
 attempt is cancelled from outside, so agent code never sees it and cannot turn it into a reward.
+
+A call that cannot be cancelled takes the actor with it: it is `lost`, and whoever has the slot makes another one.
 """
 
 import copy
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import trio
 
+from trouper.actors.account import CallTimes
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
 from trouper.actors.process import ProcessEnvironment
-from trouper.actors.threads import Threads
+from trouper.actors.threads import StillRuns, Threads, as_failure
+from trouper.actors.trace import NO_TRACK, Track
 from trouper.channels import EnvironmentFailure, Reply, RunError, Task
 from trouper.envs import StepResult, Tool, ToolResult
 from trouper.envs.checked import CheckedEnvironment
@@ -24,9 +29,12 @@ from trouper.envs.checked import CheckedEnvironment
 LIMITS = {"call_tool": "step", "score": "reward"}
 """Calls whose deadline goes by another name than their own."""
 
+CALL_GRACE = 2.0
+"""Seconds that a call has to end after its deadline; it is more than one of asyncio's has."""
+
 
 class _Call:
-    """A call on its way: who asked for what, and the scope by which the asker takes it back."""
+    """A call on its way: who asked for what, the scope by which the asker takes it back, and the scope of its wait."""
 
     def __init__(self, what: str, arguments: tuple[Any, ...], attempt_scope: trio.CancelScope) -> None:
         self.what = what
@@ -34,6 +42,8 @@ class _Call:
         self.attempt_scope = attempt_scope
         self.reply: Reply[Any] = Reply()
         self.scope = trio.CancelScope()
+        self.waiting = trio.CancelScope()
+        self.over = False
 
 
 class EnvironmentActor:
@@ -46,6 +56,11 @@ class EnvironmentActor:
         threads: where plain code runs.
         backoff: waits between failures that follow each other.
         note: told what is worth a line in the log.
+        times: told how long each call took.
+        track: of this environment.
+
+    Attributes:
+        lost: a call hangs that cannot be cancelled; this one answers nothing any more.
     """
 
     def __init__(
@@ -55,18 +70,25 @@ class EnvironmentActor:
         threads: Threads,
         backoff: Backoff,
         note: Callable[[str], None],
+        times: CallTimes | None = None,
+        track: Track = NO_TRACK,
     ) -> None:
         self._make = make
         self._deadlines = deadlines
         self._threads = threads
         self._backoff = backoff
         self._note = note
+        self._times = times or CallTimes()
+        self._track = track
         self._environment: CheckedEnvironment | ProcessEnvironment | None = None
         self._call: _Call | None = None
         self._called = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
         self._attempt_scope = trio.CancelScope()
         self._fruitless = 0  # lives in a row that answered nothing
+        self._due = math.inf  # when whatever runs here must have ended
+        self._hosted = trio.CancelScope()
+        self.lost = False
         self.restarts = 0
         self.tools: tuple[Tool, ...] = ()
         self.begin(Task(id="none"), 0, self._attempt_scope)
@@ -78,8 +100,10 @@ class EnvironmentActor:
             task: of the attempt.
             seed: of the attempt.
             attempt_scope: what a failure of the environment cancels.
+
+        Raises:
+            EnvironmentFailure: the task cannot be copied.
         """
-        self.task = copy.deepcopy(task)
         self._seed = seed
         self._attempt_scope = attempt_scope
         self.done = self.truncated = False
@@ -87,6 +111,26 @@ class EnvironmentActor:
         self.reward_sum = 0.0
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
+        try:
+            self.task = copy.deepcopy(task)
+        except BaseException as error:  # the payload's own code
+            failure = as_failure(error)
+            if not isinstance(failure, Exception):
+                raise
+            raise EnvironmentFailure(
+                "env_error",
+                f"task {task.id!r} cannot be copied, and every attempt gets a copy of its own: "
+                f"{type(failure).__name__}: {failure}; keep plain data in its payload",
+                retry=False,
+            ) from error
+
+    async def settle(self) -> None:
+        """Wait until what earlier attempts have left here has ended, or is `lost`."""
+        while self._call is not None and not self.lost:
+            with trio.CancelScope(deadline=self._due):
+                await self._idle.park()
+            if self._call is not None and trio.current_time() >= self._due:
+                self._lose(self._call)
 
     async def prepare(self) -> None:
         """Have the environment made, if it is not there, so that its tools are known."""
@@ -120,19 +164,52 @@ class EnvironmentActor:
 
     async def _ask(self, what: str, *arguments: Any) -> Any:
         started = trio.current_time()
-        while self._call is not None:  # an earlier attempt was cancelled in the middle of a call
-            await self._idle.park()
+        await self.settle()  # the attempt's own: a call that it has left, or made beside this one
+        if self.lost:  # so is the attempt
+            await trio.sleep_forever()
         self._call = call = _Call(what, arguments, self._attempt_scope)
+        self._due = math.inf
         self._called.unpark_all()
         try:
-            return await call.reply.wait()
+            with call.waiting:
+                return await call.reply.wait()
+            if self._call is call:
+                self._lose(call)
+            await trio.sleep_forever()
         except trio.Cancelled:
-            call.scope.cancel()
+            if not call.over:
+                call.scope.cancel()
+                self._due = min(self._due, trio.current_time() + CALL_GRACE)
             raise
         finally:
             self.seconds += trio.current_time() - started
 
     # ------------------------------------------------------------------ the actor
+
+    async def run(self) -> None:
+        """`serve`, in a task that is left behind when it does not end."""
+        closing = self._deadlines.close_timeout + 2 * CALL_GRACE
+        try:
+            with self._hosted:
+                await self._threads.aside(self.serve, lambda: 0.0 if self.lost else closing, "an environment")
+        except* StillRuns as left:
+            if not self.lost:
+                self._note(f"an environment was not closed and is left behind: {first_leaf(left)} does not end")
+
+    def _lose(self, call: _Call) -> None:
+        self.lost = True
+        self.restarts += 1
+        if call.scope.cancel_called:
+            kind, what = "agent_error", f"the agent left {call.what} before it was answered"
+        else:
+            kind, what = "env_timeout", self._too_slow(call.what)
+        self._fail(EnvironmentFailure(kind, f"{what}, and it goes on although it was cancelled"))
+        self._hosted.cancel()
+
+    def _fail(self, failure: EnvironmentFailure | None) -> None:
+        if not self._attempt_scope.cancel_called:  # else it has an end of its own already
+            self.failure = failure
+            self._attempt_scope.cancel()
 
     async def serve(self) -> None:
         """Answer calls until cancelled, then close the environment."""
@@ -153,15 +230,17 @@ class EnvironmentActor:
         failure: EnvironmentFailure | None = None
         with call.scope:
             failure = await self._answer(call)
+        call.over = True
         if call.reply.answered:
+            return
+        if self.lost:  # it has ended after all
+            await self._close()
             return
         self.restarts += 1  # nobody knows the object's state
         if call.scope.cancel_called:
             failure = EnvironmentFailure("agent_error", f"the agent left {call.what} before it was answered")
-        # An attempt that is over, or was cancelled from outside, has an end of its own already.
-        if call.attempt_scope is self._attempt_scope and not call.attempt_scope.cancel_called:
-            self.failure = failure
-            call.attempt_scope.cancel()
+        if call.attempt_scope is self._attempt_scope:  # else that attempt is over
+            self._fail(failure)
         await self._close()
 
     async def _answer(self, call: _Call) -> EnvironmentFailure | None:
@@ -174,7 +253,8 @@ class EnvironmentActor:
                 doing = call.what
             value = None
             if call.what != "prepare":  # which asks for nothing more than being there
-                value = await self._limited(call.what, partial(getattr(self._environment, call.what), *call.arguments))
+                function = partial(getattr(self._environment, call.what), *call.arguments)
+                value = await self._limited(call.what, function, self._label(call))
                 self._fruitless = 0
             call.reply.set(value)
         except* RunError:
@@ -192,7 +272,9 @@ class EnvironmentActor:
         if self._fruitless:
             await trio.sleep(self._backoff.delay(math.inf if self._fruitless == 1 else 0.0))
         self._fruitless += 1
-        self._environment = await self._limited("create", self._made)
+        # Processes that start at the same time share the cores: each one's deadline begins with its turn.
+        async with self._threads.starting if self._deadlines.isolation == "process" else nullcontext():
+            self._environment = await self._limited("create", self._made)
         self.tools = self._environment.tools
 
     async def _made(self) -> CheckedEnvironment | ProcessEnvironment:
@@ -201,12 +283,29 @@ class EnvironmentActor:
             return environment
         return CheckedEnvironment(await self._threads.call(self._make), self._threads.call)
 
-    async def _limited(self, what: str, function: Callable[[], Awaitable[Any]]) -> Any:
-        key = f"{LIMITS.get(what, what)}_timeout"
-        limit: float = getattr(self._deadlines, key)
-        with trio.move_on_after(limit):
-            return await function()
-        raise EnvironmentFailure("env_timeout", f"{what} took longer than environment.{key} = {limit:g} s")
+    def _label(self, call: _Call) -> str:
+        """What account and trace call it: a tool by its name, unless the model has made it up."""
+        if call.what != "call_tool":
+            return call.what
+        name = call.arguments[0]
+        return f"tool:{name if any(tool.name == name for tool in self.tools) else 'unknown'}"
+
+    async def _limited(self, what: str, function: Callable[[], Awaitable[Any]], label: str = "") -> Any:
+        limit: float = getattr(self._deadlines, _key(what))
+        started = trio.current_time()
+        self._due = started + limit + CALL_GRACE
+        if self._call is not None:
+            self._call.waiting.deadline = self._due
+        try:
+            with self._track.span(label or what), trio.CancelScope(deadline=started + limit):
+                return await function()
+        finally:
+            self._times.add(label or what, trio.current_time() - started)
+        raise EnvironmentFailure("env_timeout", self._too_slow(what))
+
+    def _too_slow(self, what: str) -> str:
+        limit: float = getattr(self._deadlines, _key(what))
+        return f"{what} took longer than environment.{_key(what)} = {limit:g} s"
 
     async def _close(self) -> None:
         environment, self._environment = self._environment, None
@@ -218,6 +317,10 @@ class EnvironmentActor:
             error = first_leaf(group)
             cause = str(error) if isinstance(error, EnvironmentFailure) else f"{type(error).__name__}: {error}"
             self._note(f"{environment.name}.close failed: {cause}")
+
+
+def _key(what: str) -> str:
+    return f"{LIMITS.get(what, what)}_timeout"
 
 
 def first_leaf(error: BaseException) -> BaseException:

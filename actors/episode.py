@@ -5,26 +5,27 @@ of the environment, a reward function, the sampler or the agent's own code costs
 the same slot with a seed of its own; after `max_attempts` it is `Lost`. Nothing that failed ever becomes a reward.
 """
 
-import contextlib
-import inspect
-import threading
 import traceback
-import weakref
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any, Literal, get_args
 
 import msgspec
 import trio
 from msgspec import Struct
 
+from trouper.actors.accelerator import name_of
+from trouper.actors.account import CallTimes
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
-from trouper.actors.environment import EnvironmentActor, first_leaf
+from trouper.actors.environment import CALL_GRACE, EnvironmentActor, first_leaf
 from trouper.actors.generator import Generator
 from trouper.actors.sampler import Generate, Sampler
-from trouper.actors.threads import Threads, as_failure, is_async
+from trouper.actors.threads import StillRuns, Threads
+from trouper.actors.trace import NO_TRACE, Trace, Track, flow_of
+from trouper.actors.unshared import unshared
 from trouper.channels import (
     Attempt,
     EnvironmentFailure,
@@ -41,6 +42,7 @@ from trouper.channels import (
     Sampling,
     Sender,
     TrouperError,
+    causes,
 )
 from trouper.envs import Agent, Chat, Conversation, ConversationOver, Rewards
 from trouper.envs.rewards import checked_reward
@@ -48,8 +50,11 @@ from trouper.envs.rewards import checked_reward
 BREAKER_WINDOW = 256
 """Attempts over which the share of lost ones is taken."""
 
+TRACED_SLOTS = 16
+"""Slots of the trace; the others are counted and timed, but their spans would only make it larger."""
+
 CANCEL_PATIENCE = 10.0
-"""Seconds after which an agent that was cancelled and still runs is named."""
+"""Seconds that an agent has to end when it is cancelled; then it is left behind."""
 
 
 class Breaker:
@@ -124,6 +129,11 @@ class EpisodeSlots:
         sampler: answers the requests.
         breaker: counts lost attempts.
         note: told what is worth a line in the log.
+        trace: takes the spans of the first slots.
+
+    Attributes:
+        calls: how long environments, tools and reward functions took.
+        attempts: how long attempts took that have ended, and their parts `generate` and `environment`.
     """
 
     def __init__(
@@ -139,8 +149,10 @@ class EpisodeSlots:
         sampler: Sampler,
         breaker: Breaker,
         note: Callable[[str], None],
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._concurrency = concurrency
+        self._trace = trace
         self._make_environment = unshared(make_environment)
         self._agent = agent
         self._chat = chat
@@ -158,6 +170,8 @@ class EpisodeSlots:
         self._explained: set[tuple[str, str, int | None]] = set()
         self.breaker = breaker
         self.busy = 0
+        self.calls = CallTimes()
+        self.attempts = CallTimes()
 
     @property
     def restarts(self) -> int:
@@ -181,23 +195,35 @@ class EpisodeSlots:
     ) -> None:
         deadlines = self._deadlines
         backoff = Backoff(str(index), first=deadlines.restart_backoff, longest=deadlines.restart_backoff_max)
-        world = EnvironmentActor(self._make_environment, deadlines, self._worlds, backoff, self._note)
-        self._environments.append(world)
+        trace = self._trace if index < TRACED_SLOTS else NO_TRACE
+        track = trace.track(f"slot {index}", group="episodes")
+        made = count()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.serve)
+
+            def new() -> EnvironmentActor:
+                make, threads = self._make_environment, self._worlds
+                # One that is left behind in a call ends its span whenever it does: the next has a track of its own.
+                own = trace.track(f"environment {index}" + "'" * next(made), group="episodes")
+                world = EnvironmentActor(make, deadlines, threads, backoff, self._note, self.calls, own)
+                self._environments.append(world)
+                nursery.start_soon(world.run)
+                return world
+
+            stage = _Stage(new)
             async for attempt in inbox:
                 self.busy += 1
                 try:
-                    outcome = await self._play(attempt, world, requests)
+                    outcome = await self._play(attempt, stage, requests, track)
                 finally:
                     self.busy -= 1
                 await outbox.send(outcome)
                 del outcome  # the next one may take long to come
             nursery.cancel_scope.cancel()
 
-    async def _play(self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]) -> Outcome:
+    async def _play(self, attempt: Attempt, stage: "_Stage", requests: Sender[Generate], track: Track) -> Outcome:
         while True:
-            outcome = await self._try(attempt, world, requests)
+            with track.span("attempt", task=attempt.task.id, attempt=attempt.id):
+                outcome = await self._try(attempt, await stage.world(), requests, track)
             if isinstance(outcome, Episode):
                 self.breaker.survived()
                 return outcome
@@ -209,23 +235,26 @@ class EpisodeSlots:
             attempt = msgspec.structs.replace(attempt, tries=attempt.tries + 1)
 
     async def _try(
-        self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate]
+        self, attempt: Attempt, world: EnvironmentActor, requests: Sender[Generate], track: Track
     ) -> Episode | BaseException:
         """The episode, or what it was lost by."""
         started = trio.current_time()
         scope = trio.CancelScope(deadline=started + self._rules.episode_timeout)
-        generator = Generator(self._sampler, requests, attempt.seed, scope)
+        generator = Generator(self._sampler, requests, attempt.seed, scope, track, flow_of(attempt))
         episode: Episode | None = None
         error: BaseException | None = None
         with scope:
-            world.begin(attempt.task, attempt.seed, scope)
             try:
-                episode = await self._episode(attempt, world, generator, started)
+                world.begin(attempt.task, attempt.seed, scope)
+                episode = await self._episode(attempt, world, generator, started, track)
             except* RunError:
                 raise
             except* Exception as group:  # agents, rewards and samplers may raise anything: the attempt is lost
                 error = first_leaf(group)
         generator.close()
+        self.attempts.add("attempt", trio.current_time() - started)
+        self.attempts.add("generate", generator.seconds)
+        self.attempts.add("environment", world.seconds)
         limit = f"rollout.episode_timeout = {self._rules.episode_timeout:g} s"
         too_slow = EnvironmentFailure("episode_timeout", f"the attempt took longer than {limit}")
         return world.failure or generator.failure or error or episode or too_slow
@@ -234,10 +263,7 @@ class EpisodeSlots:
         cause = str(error) if isinstance(error, TrouperError) else f"{type(error).__name__}: {error}"
         lost = Lost(attempt, _kind(error), cause)
         self._note(f"attempt {attempt.id} of task {attempt.task.id!r} was lost: {lost.kind}: {cause}")
-        seen = {error}
-        while error.__cause__ is not None and error.__cause__ not in seen:  # `raise error from error` is its own cause
-            error = error.__cause__
-            seen.add(error)
+        *_, error = causes(error)
         frames = traceback.extract_tb(error.__traceback__)
         place = (type(error).__name__, *((frames[-1].filename, frames[-1].lineno) if frames else (str(error), None)))
         if not isinstance(error, TrouperError) and place not in self._explained:
@@ -246,7 +272,7 @@ class EpisodeSlots:
         return lost
 
     async def _episode(
-        self, attempt: Attempt, world: EnvironmentActor, generator: Generator, started: float
+        self, attempt: Attempt, world: EnvironmentActor, generator: Generator, started: float, track: Track
     ) -> Episode:
         rules = self._rules
         talk = Conversation(
@@ -261,12 +287,12 @@ class EpisodeSlots:
         )
         await world.prepare()
         try:
-            await self._act(attempt, talk, world)
+            await self._act(talk, world)
         except* ConversationOver:
             pass  # turns or context are used up: `talk.status` says which
         score = await world.score()
         judged = await self._rewards.score(
-            world.task, talk.messages, partial(self._judge, self._deadlines.reward_timeout)
+            world.task, talk.messages, partial(self._judge, self._deadlines.reward_timeout, track)
         )
         parts = [value for value in (score, judged.total) if value is not None]
         status: EpisodeStatus = talk.status
@@ -289,77 +315,44 @@ class EpisodeSlots:
             timings={"total": now - started, "generate": generator.seconds, "environment": world.seconds},
         )
 
-    async def _act(self, attempt: Attempt, talk: Conversation, world: EnvironmentActor) -> None:
-        over = trio.Event()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, attempt, over)
-            try:
-                await self._agent(talk, world)
-            except BaseException as error:
-                failure = as_failure(error)
-                if failure is error:
-                    raise
-                raise failure from error
-            finally:
-                over.set()
-
-    async def _watch(self, attempt: Attempt, over: trio.Event) -> None:
-        """Name an agent that does not end when it is cancelled: nobody can end it."""
+    async def _act(self, talk: Conversation, world: EnvironmentActor) -> None:
+        play = partial(self._agent, talk, world)
         try:
-            await over.wait()
-        except trio.Cancelled:
-            with trio.move_on_after(CANCEL_PATIENCE, shield=True):
-                await over.wait()
-            if not over.is_set():
-                self._note(
-                    f"the agent of attempt {attempt.id} was cancelled {CANCEL_PATIENCE:g} s ago and goes on; its slot "
-                    "and the end of the run wait for it. Catch Exception where it catches BaseException or everything, "
-                    "and give a trio.CancelScope(shield=True) a deadline"
-                )
-            raise
+            await self._threads.aside(play, lambda: CANCEL_PATIENCE, f"the agent of task {world.task.id!r}")
+        except* StillRuns as left:
+            raise EnvironmentFailure(
+                "agent_error",
+                f"the agent did not end when it was cancelled {CANCEL_PATIENCE:g} s ago and is left behind: "
+                f"{first_leaf(left)}. Catch Exception where it catches BaseException or everything, give a "
+                "trio.CancelScope(shield=True) a deadline, and trio.to_thread.run_sync abandon_on_cancel=True",
+            ) from None
 
-    async def _judge(self, limit: float, function: Callable[[], Any]) -> Any:
+    async def _judge(self, limit: float, track: Track, function: Callable[[], Any]) -> Any:
+        label, started = f"reward:{name_of(function)}", trio.current_time()
+        call = partial(self._threads.call, function)
         try:
-            with trio.fail_after(limit):
-                return await self._threads.call(function)
-        except trio.TooSlowError:
-            raise TimeoutError(f"it took longer than environment.reward_timeout = {limit:g} s") from None
+            with track.span(label), trio.move_on_after(limit):
+                return await self._threads.aside(call, lambda: CALL_GRACE, label)
+        except* StillRuns:
+            pass  # left behind and counted
+        finally:
+            self.calls.add(label, trio.current_time() - started)
+        raise TimeoutError(f"it took longer than environment.reward_timeout = {limit:g} s")
 
 
-def unshared(make: Callable[[], Any]) -> Callable[[], Any]:
-    """`make`, but an environment that it hands out a second time ends the run.
+class _Stage:
+    """The environment of a slot; one that hangs for good is left behind, and another one takes its place."""
 
-    Two episodes in one object would see each other's state, and so would the next life of one that failed. A class
-    that can bear it says so with `thread_safe = True`.
-    """
-    made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-    registering = threading.Lock()  # plain factories run in several threads
+    def __init__(self, new: Callable[[], EnvironmentActor]) -> None:
+        self._new = new
+        self._world = new()
 
-    def checked(environment: Any) -> Any:
-        if getattr(environment, "thread_safe", False):
-            return environment
-        with registering:
-            if made.get(id(environment)) is environment:
-                raise RunError(
-                    f"the environment factory returned the same {type(environment).__qualname__} object twice; its "
-                    "episodes would share their state. Return a new one from every call, or mark the class with "
-                    "thread_safe = True"
-                )
-            with contextlib.suppress(TypeError):  # a class with __slots__ and no weak references goes unchecked
-                made[id(environment)] = environment
-        return environment
-
-    async def later(environment: Awaitable[Any]) -> Any:
-        return checked(await environment)
-
-    async def make_async() -> Any:
-        return await later(make())
-
-    def make_plain() -> Any:
-        value = make()
-        return later(value) if inspect.isawaitable(value) else checked(value)
-
-    return make_async if is_async(make) else make_plain
+    async def world(self) -> EnvironmentActor:
+        """One that can be asked."""
+        await self._world.settle()
+        if self._world.lost:
+            self._world = self._new()
+        return self._world
 
 
 def _kind(error: BaseException) -> LossKind:

@@ -51,20 +51,23 @@ class Evaluator:
     async def run(self, requests: Sender[Generate]) -> None:
         """Evaluate until the final weights were evaluated."""
         evaluated: int | None = None
+        life = self._attested.value.life
         while True:
             seen, newest = self._attested.changes, self._attested.value
+            if newest.life > life:  # the steps since its checkpoint are done, and so evaluated, again
+                life, evaluated = newest.life, None if evaluated is None else min(evaluated, newest.step)
             due = evaluated is None or newest.step // self._evaluation.every_steps > evaluated // (
                 self._evaluation.every_steps
             )
             if due or (newest.final and newest.step != evaluated):
                 evaluated = newest.step
-                await self._evaluate(newest.step, requests)
+                await self._evaluate(newest, requests)
             elif newest.final:
                 return
             else:
                 await self._attested.wait(seen)
 
-    async def _evaluate(self, step: int, requests: Sender[Generate]) -> None:
+    async def _evaluate(self, weights: Attested, requests: Sender[Generate]) -> None:
         started = trio.current_time()
         evaluation = self._evaluation
         attempts = [
@@ -81,11 +84,11 @@ class Evaluator:
         inbox.finish()
         with inbox.receiver() as receiver, outbox.sender() as done, outbox.receiver() as outcomes:
             await self._make_slots().run(receiver, done, requests)
-            self._report(step, [outcomes.receive_nowait() for _ in attempts], trio.current_time() - started)
+            self._report(weights, [outcomes.receive_nowait() for _ in attempts], trio.current_time() - started)
         inbox.close()
         outbox.close()
 
-    def _report(self, step: int, outcomes: list[Outcome], seconds: float) -> None:
+    def _report(self, weights: Attested, outcomes: list[Outcome], seconds: float) -> None:
         evaluation, episodes = self._evaluation, [each for each in outcomes if isinstance(each, Episode)]
         passed: dict[int, list[bool]] = defaultdict(list)
         for outcome in outcomes:
@@ -105,4 +108,4 @@ class Evaluator:
         if versions := [version for row in rows for version in row.versions[row.loss_mask].tolist()]:
             metrics[f"{prefix}/oldest_weights"] = float(min(versions))
             metrics[f"{prefix}/newest_weights"] = float(max(versions))
-        self._recorder.record(step, metrics)
+        self._recorder.record(weights.step, metrics, weights.life)

@@ -11,6 +11,7 @@ import trio
 from numpy.typing import NDArray
 
 from trouper.actors.sampler import Generate, Sampler
+from trouper.actors.trace import NO_TRACK, Track
 from trouper.channels import Reply, SamplerError, Sampling, Sender, Turn
 from trouper.learner.request import Request
 
@@ -23,6 +24,8 @@ class Generator:
         requests: the channel to it.
         seed: of the attempt; with a token's position it decides the token.
         attempt_scope: what a failure of the sampler cancels, so that agent code never sees it.
+        track: of the slot.
+        flow: joins the turns to the step that trains them.
 
     Attributes:
         failure: what the sampler could not do, if anything.
@@ -30,7 +33,13 @@ class Generator:
     """
 
     def __init__(
-        self, sampler: Sampler, requests: Sender[Generate], seed: int, attempt_scope: trio.CancelScope
+        self,
+        sampler: Sampler,
+        requests: Sender[Generate],
+        seed: int,
+        attempt_scope: trio.CancelScope,
+        track: Track = NO_TRACK,
+        flow: int = 0,
     ) -> None:
         self._sampler = sampler
         self._requests = requests
@@ -39,6 +48,8 @@ class Generator:
         self._seed = self._row_seed = seed
         self._reached = self._rewrites = 0
         self._attempt_scope = attempt_scope
+        self._track = track
+        self._flow = flow
         self.failure: SamplerError | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self.seconds = 0.0
@@ -68,8 +79,9 @@ class Generator:
         generate = Generate(request, Reply())
         started = trio.current_time()
         try:
-            await self._requests.send(generate)
-            turn = await generate.reply.wait()
+            with self._track.span("generate", (self._flow,)):
+                await self._requests.send(generate)
+                turn = await generate.reply.wait()
             self._digest.update(turn.tokens.tobytes())
             self._reached = len(tokens) + len(turn.tokens)
             return turn

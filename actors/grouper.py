@@ -16,6 +16,7 @@ from trouper.actors.accelerator import Accelerator
 from trouper.actors.ledger import Ledger, SlotDraw
 from trouper.actors.pacer import Pacer
 from trouper.actors.quarantine import Quarantine
+from trouper.actors.trace import NO_TRACK, Track
 from trouper.channels import Attempt, Episode, Group, Lost, Outcome, Receiver, Sender, Void
 from trouper.learner.advantage import AdvantageEstimator, ScaleRewards, group_advantages
 
@@ -35,6 +36,7 @@ class Grouper:
         min_members: see `lost_members`.
         dynamic_sampling: drop groups whose rewards are all equal while the slot has redraws left.
         redo: groups that an earlier life had completed, in their order then; the pacer holds their slots for ended.
+        track: of the grouper.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Grouper:
         min_members: int = 2,
         dynamic_sampling: bool = False,
         redo: Sequence[Group] = (),
+        track: Track = NO_TRACK,
     ) -> None:
         self._pacer = pacer
         self._ledger = ledger
@@ -61,9 +64,10 @@ class Grouper:
         self._scale_rewards: ScaleRewards = scale_rewards
         self._needed = min_members if lost_members == "shrink" else num_generations
         self._dynamic_sampling = dynamic_sampling
+        self._track = track
         self._members: dict[int, dict[int, Episode | Lost]] = {}
-        # The draw of the last group that was dropped, of slots that are open: what still comes of it is too late.
-        self._dropped: dict[int, int] = {}
+        # The draws whose groups were dropped, of slots that are open: what still comes of them is too late.
+        self._dropped: dict[int, set[int]] = {}
         self._ready: dict[int, deque[Group]] = {}
         for group in redo:
             self._make_ready(group)
@@ -81,11 +85,13 @@ class Grouper:
         """Group what comes until the data ends."""
         await self._release(outbox)
         async for outcome in inbox:
-            self._accept(outcome)
-            with suppress(trio.WouldBlock, trio.EndOfChannel):
-                while True:  # one sync for all that have come
-                    self._accept(inbox.receive_nowait())
-            await self._disk.run(self._ledger.sync)
+            with self._track.span("group"):
+                self._accept(outcome)
+                with suppress(trio.WouldBlock, trio.EndOfChannel):
+                    while True:  # one sync for all that have come
+                        self._accept(inbox.receive_nowait())
+            with self._track.span("ledger sync"):
+                await self._disk.run(self._ledger.sync)
             await self._release(outbox)
         await self._release(outbox)  # the end of the data may have made the last step smaller
 
@@ -105,7 +111,7 @@ class Grouper:
         if isinstance(outcome, Void):
             return _void(outcome.slot, -1, outcome.reason, 0)
         attempt = outcome.attempt
-        late = self._pacer.has_ended(attempt.slot) or attempt.draw <= self._dropped.get(attempt.slot, -1)
+        late = self._pacer.has_ended(attempt.slot) or attempt.draw in self._dropped.get(attempt.slot, ())
         members = {} if late else self._members.setdefault(attempt.slot, {})
         if late or attempt.member in members:
             self.counts["duplicates"] += 1
@@ -132,7 +138,7 @@ class Grouper:
         """Whether the slot gets another task in place of this attempt's."""
         reopened = self._pacer.reopen(attempt.slot)
         if reopened:
-            self._dropped[attempt.slot] = attempt.draw
+            self._dropped.setdefault(attempt.slot, set()).add(attempt.draw)
             self._ledger.drew(SlotDraw(attempt.slot, -1, self._pacer.redraws(attempt.slot)))
         return reopened
 

@@ -91,7 +91,7 @@ class Heartbeat:
                 late,
             )
             return
-        frame, line = _culprit(stack)
+        frame, line = culprit(stack)
         log.warning(
             "the event loop has been blocked for %.1f s by %s at %s:%d, and every actor waits for it; make the call "
             'async, or run it in a thread (`trio.to_thread.run_sync`; environment.isolation = "thread")\n%s',
@@ -103,7 +103,7 @@ class Heartbeat:
         )
 
 
-def _culprit(stack: list[tuple[FrameType, int]]) -> tuple[FrameType, int]:
+def culprit(stack: list[tuple[FrameType, int]]) -> tuple[FrameType, int]:
     """The innermost frame of the user's own code; else of an installed package, else of all."""
     for ours in (_is_users, _is_packages):
         for frame, line in stack:

@@ -1,10 +1,11 @@
 """From a configuration to a run: loads what it names, builds the standard run, attends it to its end, and saves."""
 
 import logging
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,14 @@ import jax
 import msgspec
 import trio
 
+from trouper.actors.aside import stuck
+from trouper.actors.cli import report
 from trouper.actors.config import RunConfig
 from trouper.actors.config_file import load_config, parse_config
+from trouper.actors.garbage import collecting_rarely
 from trouper.actors.graph import Graph
 from trouper.actors.ledger import Ledger
-from trouper.actors.metrics import Recorder
+from trouper.actors.metrics import Recorder, read_metrics
 from trouper.actors.naming import held_out, load_cast, load_format, task_stream
 from trouper.actors.plan import plan
 from trouper.actors.policy import (
@@ -37,7 +41,8 @@ from trouper.actors.redo import NOTHING, begin
 from trouper.actors.run import attend
 from trouper.actors.run_directory import RunDirectory, changes_learning
 from trouper.actors.standard import Cast, StandardRun, standard_graph
-from trouper.actors.trainer import CheckpointMeta
+from trouper.actors.trace import NO_TRACE
+from trouper.actors.trainer import CheckpointMeta, rate_checkpoints
 from trouper.channels import CheckpointError, ConfigError, Task, Weights
 from trouper.envs import (
     Agent,
@@ -52,7 +57,11 @@ from trouper.envs import (
 from trouper.learner.checkpoint import Checkpoints
 from trouper.learner.learner import Learner
 from trouper.learner.mesh import MeshConfig
+from trouper.learner.profile import StepProfile
 from trouper.learner.weights import save_model
+
+STUCK_GRACE = 3.0
+"""Seconds at the end of a run for user code that was cancelled long ago."""
 
 STOPPED = 128
 """Exit codes of runs that a signal stopped are this plus the signal's number."""
@@ -184,8 +193,24 @@ def launch(
     Raises:
         TrouperError: the run could not start, or failed.
     """
-    with _exit_on_sigterm():
-        return trio.run(partial(run, config, run_dir=run_dir, resume=resume, cast=cast, wire=wire, screen=screen))
+    with _exit_on_sigterm(), collecting_rarely():
+        begin_run = partial(run, config, run_dir=run_dir, resume=resume, cast=cast, wire=wire, screen=screen)
+        return trio.run(_to_the_end, begin_run)
+
+
+async def _to_the_end(begin_run: Callable[[], Awaitable[int]]) -> int:
+    """A run's exit code. Where user code is left behind that does not end, the process ends here: all else has."""
+    try:
+        code = await begin_run()
+    except BaseException as error:
+        if not await stuck(STUCK_GRACE):
+            raise
+        code = report(error)  # nobody else could: the loop would wait for what is left
+    if left := await stuck(STUCK_GRACE):
+        print(f"trouper: leaving behind what does not end: {'; '.join(left)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 @contextmanager
@@ -215,6 +240,7 @@ async def run(
     cast = cast or load_cast(config, folder)
     plan(config, model_config(config, folder, cast.chat.vocab_size), devices=jax.device_count())
     keep_compilations()
+    _blank(config, wire, evaluated=cast.held_out is not None).graph.check()  # before anything is made
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs at length what it raises
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(run_dir))
@@ -238,7 +264,13 @@ async def run(
         del decoder  # learner and samplers hold copies of their own
         resumed = _restore(learner, checkpoints)
         ledger = held.enter_context(closing(Ledger(directory.ledger)))
-        step, life = resumed.step if resumed else 0, directory.lives()
+        # The log may be gone, the checkpoint may be of an earlier life than the log tells of.
+        step, life = (resumed.step, max(directory.lives(), resumed.life + 1)) if resumed else (0, directory.lives())
+        if resume and resumed is None and (told := read_metrics(directory.metrics)):
+            notes.append(
+                f"no checkpoint was found in {directory.checkpoints}: the run begins again at step 0, and its "
+                f"{max(told)} steps are done again; stop it now if the checkpoints only lie elsewhere"
+            )
         redo = not any(changes_learning(key) for key in changes)
         left = begin(ledger, resumed.source if resumed else None, config, life=life, step=step, redo=redo)
         if changes:  # and the checkpoint fits them
@@ -276,10 +308,12 @@ async def run(
             ledger,
             first,
             left,
+            profile=StepProfile(directory.path / "profile", *chosen) if (chosen := config.log.profile_steps) else None,
             wire=wire,
         )
         del params, first, left  # else the first weights would stay in memory to the end
         stopped_by = await attend(standard.graph)
+        rate_checkpoints(checkpoints, recorder, config.checkpoint.best_metric)  # the last evaluation ends last
         if stopped_by is not None:
             recorder.note(f"stopped by {stopped_by.name} after step {standard.life.trainer.step}; --resume goes on")
     return 0 if stopped_by is None else STOPPED + stopped_by
@@ -295,21 +329,26 @@ def _restore(learner: Learner, checkpoints: Checkpoints) -> CheckpointMeta | Non
 
 def draw(config: RunConfig) -> str:
     """The standard run's graph as Mermaid. Loads and starts nothing."""
+    return _blank(config, standard_graph, evaluated=bool(config.evaluation.every_steps)).graph.mermaid()
+
+
+def _blank(config: RunConfig, wire: Callable[[StandardRun], Graph], *, evaluated: bool) -> StandardRun:
+    """A run whose graph can be looked at, and that has nothing to run with."""
     nothing: Any = None
-    evaluated: Any = object() if config.evaluation.every_steps else nothing
+    some: Any = object()
     cast = Cast(
         chat=nothing,
         tasks=nothing,
-        held_out=evaluated,
+        held_out=some if evaluated else None,
         make_environment=nothing,
         agent=nothing,
         rewards=nothing,
     )
     weights = Weights(life=0, step=0, params=nothing, checksum=0)
-    recorder: Any = SimpleNamespace(log=nothing)
+    recorder: Any = SimpleNamespace(log=nothing, trace=NO_TRACE)
     return StandardRun(
-        config, cast, nothing, nothing, nothing, nothing, recorder, nothing, nothing, weights, NOTHING
-    ).graph.mermaid()
+        config, cast, nothing, nothing, nothing, nothing, recorder, nothing, nothing, weights, NOTHING, wire=wire
+    )
 
 
 def export(run_dir: Path, folder: Path, step: int | None = None) -> int:

@@ -116,7 +116,10 @@ class Ledger:
             self._write_buffer()
             self._close_segment()
             reading = _Reading(first_slot)
-            self._older = {path: reading.segment(path) for path in self._segments()}
+            self._older = {}
+            for path in self._segments():
+                reading.expect(path, after=next(reversed(self._older), None))
+                self._older[path] = reading.segment(path)
             self._quarantined = reading.quarantined
             self._life = life
             self._open_segment()
@@ -250,6 +253,15 @@ class _Reading:
         self._groups: dict[int, Group] = {}
         self._damaged: list[str] = []
         self.quarantined: dict[str, str] = {}
+
+    def expect(self, path: Path, after: Path | None) -> None:
+        """Segments go at the beginning only: behind a gap nobody knows which groups it had declared useless."""
+        if after is not None and _number(path) > _number(after) + 1:
+            self._damaged.append(
+                f"{path.parent} has no segment between {after.name} and {path.name}; the {len(self._groups)} complete "
+                "groups before the gap are played again"
+            )
+            self._groups.clear()
 
     def segment(self, path: Path) -> int:
         """Read one segment, as far as it can be trusted, and return the highest slot it names."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trouper.actors.accelerator import Accelerator
+from trouper.actors.account import DeviceTime
 from trouper.actors.config import RunConfig
 from trouper.actors.grouper import Grouper
 from trouper.actors.ledger import Ledger
@@ -19,6 +20,7 @@ from trouper.actors.source import Source
 from trouper.actors.trainer import CheckpointFolder, PolicyLearner, Trainer
 from trouper.channels import Weights
 from trouper.envs import Tasks
+from trouper.learner.profile import StepProfile
 
 
 class Life:
@@ -37,6 +39,8 @@ class Life:
         gauges: numbers of the other actors.
         weights: the first ones.
         resumed: what earlier lives left.
+        profile: traces chosen steps.
+        time: told what the learner's device is at.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class Life:
         gauges: Callable[[], Mapping[str, float]],
         weights: Weights,
         resumed: Resumed,
+        profile: StepProfile | None,
+        time: DeviceTime,
     ) -> None:
         rollout, train, sync = config.rollout, config.train, config.sync
         position = resumed.position
@@ -96,6 +102,7 @@ class Life:
             min_members=rollout.min_members,
             dynamic_sampling=rollout.dynamic_sampling,
             redo=resumed.groups,
+            track=recorder.trace.track("grouper"),
         )
         self.trainer = Trainer(
             learner,
@@ -115,4 +122,6 @@ class Life:
             drop_last=train.drop_last,
             max_empty_steps=train.max_empty_steps,
             best_metric=config.checkpoint.best_metric,
+            profile=profile,
+            time=time,
         )

@@ -1,4 +1,4 @@
-"""What a run leaves to read: one JSON line per step, sampled episodes, a log; and how all of it is read back.
+"""What a run leaves to read: one JSON line per step, sampled episodes, a trace, a log; and how it is read back.
 
 Knows the files' form and the names of what is averaged over episodes. Does not know who measures, and reads no clock
 but the one it is given.
@@ -20,11 +20,14 @@ import trio
 
 from trouper.actors.progress import Screen
 from trouper.actors.run_directory import LIFE_LINE, RunDirectory
-from trouper.actors.summary import closing
+from trouper.actors.summary import Usage, closing
+from trouper.actors.trace import Trace
 from trouper.channels import Episode, Group, RunError
 
 _EVALUATION = "eval/"
 _BLOCK = 1 << 16
+_COUNTERS = {"reward/mean", "async/staleness_mean", "async/staleness_max", "throughput/tokens_per_s"}
+"""Metrics that the trace shows too, once a step."""
 
 
 class Recorder:
@@ -40,6 +43,10 @@ class Recorder:
         screen: told of every step and note.
         clock: seconds; only differences are used.
         episodes_per_step: most episodes of a step that are written.
+
+    Attributes:
+        trace: for spans and counters; its times are those of the log.
+        usage: asked at the end where the time went, if somebody took account of it.
     """
 
     def __init__(
@@ -51,22 +58,25 @@ class Recorder:
         episodes_per_step: int = 2,
     ) -> None:
         self.curve: list[tuple[int, float]] = []
-        self.evaluated: dict[str, float] = {}
-        """The newest evaluation's numbers."""
+        self.evaluated: dict[int, dict[str, float]] = {}
+        """Evaluations by their weights' step, until somebody takes them out."""
         self._screen = screen
         self._clock = clock
         self._episodes_per_step = self._episodes_left = episodes_per_step
         self._episodes_step: int | None = None
         self._started = self._recorded = clock()
-        self._seconds: dict[str, float] = defaultdict(float)
+        self.usage: Callable[[], Usage | None] = lambda: None
         self._metrics = _append_to(run.metrics)
         self._episodes = _append_to(run.episodes)
         self._log_file = _append_to(run.log)
+        self.trace = Trace(run.trace, clock)
+        self._lives = self.trace.track("run")
         self.begin_life(life)
 
     def begin_life(self, life: int) -> None:
         """What is recorded from now on belongs to another life of the run."""
         self.life = life
+        self._lives.mark(f"life {life}")
         self._write(self._log_file, f"{LIFE_LINE}{life}")
 
     @property
@@ -74,23 +84,24 @@ class Recorder:
         """Seconds since the recorder was made."""
         return self._clock() - self._started
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float], life: int | None = None) -> None:
         """Write a step's metrics.
 
         Args:
             step: number of optimizer steps taken; an evaluation's metrics go under the step of the weights it tried.
             metrics: numbers by name; one that is not finite is written as null.
+            life: of the weights, where that may not be the present one.
         """
         elapsed = self.elapsed
         numbers = {name: float(value) for name, value in metrics.items()}
         training = not _is_evaluation(numbers)
         if training:
             numbers |= self._rate(numbers)
-            for name, value in numbers.items():
-                # A step's whole time is the sum of what is listed, and of waiting.
-                if name.startswith("time/") and name.count("/") == 1 and name != "time/step" and math.isfinite(value):
-                    self._seconds[name.removeprefix("time/")] += value
-        line: dict[str, float | None] = {"step": step, "life": self.life, "time": round(elapsed, 3)}
+            for name in _COUNTERS & numbers.keys():
+                if math.isfinite(numbers[name]):
+                    self.trace.counter(name, numbers[name])
+        of = self.life if life is None else life
+        line: dict[str, float | None] = {"step": step, "life": of, "time": round(elapsed, 3)}
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._write(self._metrics, json.dumps(line, allow_nan=False))
         if training:
@@ -99,7 +110,7 @@ class Recorder:
             self.curve.append((step, numbers.get("reward/mean", math.nan)))
             self._screen.step(step, elapsed, numbers)
         else:
-            self.evaluated = numbers
+            self.evaluated[step] = numbers
             values = ", ".join(f"{name} {value:.3f}" for name, value in sorted(numbers.items()))
             self.note(f"step {step}: {values}")
 
@@ -134,12 +145,13 @@ class Recorder:
 
     def summary(self) -> str:
         """The closing summary so far."""
-        return closing(self.curve, self._seconds, self.elapsed)
+        return closing(self.curve, self.elapsed, self.usage())
 
     def close(self) -> None:
         """Write and show the closing summary, and close the files."""
         if not self._log_file.closed:
             text = self.summary()
+            self.trace.close()
             try:
                 self._write(self._log_file, text)
             finally:

@@ -74,6 +74,7 @@ class Pacer:
         self._redraws: dict[int, int] = {}
         self._all_closed_below = self._next
         self._closed_above: set[int] = set()
+        self._restored_to = -1
         self._sealed = False
         self._stopped = False
         self._waiting = trio.lowlevel.ParkingLot()
@@ -172,7 +173,8 @@ class Pacer:
         Returns:
             Whether that slot was never used and is taken back. If not, the caller sends it on as void.
         """
-        beyond = max(self._closed_above, default=-1)  # of an earlier life, maybe
+        # An earlier life may have got further than this one has come until now.
+        beyond = max(self._restored_to, *self._closed_above, -1)
         last = unused is not None and unused == self._next - 1 > beyond
         taken_back = last and not self._sealed and not self.redraws(self._next - 1)
         if taken_back:
@@ -191,7 +193,7 @@ class Pacer:
         """After a resume, remember how often the slots that were open had been reopened, and which have ended.
 
         Args:
-            redraws: by slot.
+            redraws: by slot, of all that were open.
             ended: slots whose groups an earlier life had completed; they are not handed out again.
 
         Raises:
@@ -203,6 +205,7 @@ class Pacer:
                     f"slot {slot} cannot be restored: slots below {self._next} are closed or admitted; restore the "
                     "slots of a checkpoint right after building the pacer with its step"
                 )
+        self._restored_to = max((*redraws, *ended), default=-1)
         self._redraws.update({slot: count for slot, count in redraws.items() if count and slot not in ended})
         self._closed_above.update(ended)
         self._move_on()

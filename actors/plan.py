@@ -281,6 +281,9 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"environment.restart_backoff_max = {config.environment.restart_backoff_max}"
         )
     yield from _evaluation_contradictions(config)
+    steps = config.log.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        yield f"log.profile_steps = {list(steps)}; give the first and the last step to profile, as [3, 4], or []"
 
 
 def _model_contradictions(config: RunConfig) -> Iterator[str]:

@@ -62,7 +62,7 @@ class EngineMaker:
 
     def __call__(self, weights: Weights) -> Engine:
         """An engine that samples under these weights."""
-        engine = self._config.engine
+        engine, sampling = self._config.engine, self._config.sampling
         return Engine(
             nnx.merge(self._graph, jax.tree.unflatten(self._tree, weights.params)),
             slots=engine.slots,
@@ -73,6 +73,8 @@ class EngineMaker:
             prefill_rows=engine.prefill_rows,
             prefill_tokens=engine.prefill_tokens,
             vocab_limit=self._vocab_limit,
+            # Training keeps every token; an evaluation may not.
+            restricted=bool(self._config.evaluation.every_steps) and (sampling.top_p < 1 or sampling.top_k > 0),
         )
 
 

@@ -8,12 +8,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import Struct
 
 from trouper.actors.config import RunConfig
 from trouper.actors.ledger import Ledger, Replay, SlotDraw
 from trouper.actors.source import BEGINNING, SourcePosition
 from trouper.channels import Group
+from trouper.learner.advantage import group_advantages
 
 
 class Resumed(Struct, frozen=True, eq=False):
@@ -34,11 +36,12 @@ class Resumed(Struct, frozen=True, eq=False):
     def describe(self, life: int, step: int) -> str:
         """One sentence for the log."""
         ended = {group.slot for group in self.groups}
+        void = sum(group.void is not None for group in self.groups)
         again = sum(open_.slot not in ended for open_ in self.position.open)
         return (
-            f"life {life} goes on after step {step}: {len(ended)} complete groups are trained as they are, {again} "
-            f"slots are played again, {len(self.forgotten)} of them although they were complete, since the weights "
-            "that sampled them will not exist again"
+            f"life {life} goes on after step {step}: {len(ended) - void} complete groups are trained as they are, "
+            f"{void} slots stay void, {again} are played again, {len(self.forgotten)} of them although they were "
+            "complete, since the weights that sampled them will not exist again"
         )
 
 
@@ -71,7 +74,17 @@ def begin(
     )
     ledger.forget(resumed.forgotten)
     ledger.sync()
-    return resumed
+    if redo:
+        return resumed
+    return msgspec.structs.replace(resumed, groups=tuple(_judged_anew(group, config) for group in resumed.groups))
+
+
+def _judged_anew(group: Group, config: RunConfig) -> Group:
+    """With the advantages that its rewards have under the configuration as it is now."""
+    rewards = [episode.reward for episode in group.episodes]
+    train = config.train
+    advantages = group_advantages(rewards, estimator=train.advantage_estimator, scale_rewards=train.scale_rewards)
+    return msgspec.structs.replace(group, advantages=advantages) if group.void is None else group
 
 
 def resume(
@@ -102,14 +115,14 @@ def resume(
     for group in replay.groups:  # a slot that is void may never have been given a task
         slots.setdefault(group.slot, SlotDraw(group.slot, group.draw, 0))
     given = {*saved.used, *replay.used, *(open_.draw for open_ in slots.values())}
-    logged = [group for group in replay.groups if group.slot < end]
-    groups, forgotten = _usable(logged, first_step, groups_per_step, max_staleness, redo)
+    groups, forgotten = _usable(replay.groups, first_step, groups_per_step, max_staleness, redo)
     position = SourcePosition(
         next_draw=saved.next_draw,
         open=tuple(slots[slot] for slot in sorted(slots) if slot < end),
         used=tuple(sorted(draw for draw in given if draw >= saved.next_draw)),
         quarantined={**saved.quarantined, **replay.quarantined},
     )
+    groups = tuple(group for group in groups if group.slot < end)
     return Resumed(position, groups, forgotten, replay.damaged)
 
 

@@ -1,16 +1,22 @@
 """Runs a graph as a program: in a Trio loop of its own, with the signals that people and schedulers send.
 
-The first SIGINT or SIGTERM asks for the graceful stop, the second cancels, the third is Python's own. Exit codes are
-the caller's affair.
+The first SIGINT or SIGTERM asks for the graceful stop, the second cancels. Where code does not end when it is
+cancelled, or never lets the event loop run, the process ends all the same: a few seconds later, or at the third signal.
+Other exit codes are the caller's affair.
 """
 
+import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import trio
 
 from trouper.actors.graph import Graph
+
+PATIENCE = 2.0
+"""Seconds that a run which was told twice has to end."""
 
 
 def run(
@@ -37,28 +43,58 @@ async def attend(graph: Graph) -> signal.Signals | None:
     if threading.current_thread() is not threading.main_thread():
         await graph.run()
         return None
-    stopped_by: signal.Signals | None = None
     error: Exception | None = None
-
-    async def listen(*, task_status: "trio.TaskStatus[None]") -> None:
-        nonlocal stopped_by
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            task_status.started()
-            async for number in signals:
-                if stopped_by is not None:
-                    break
-                stopped_by = signal.Signals(number)
-                graph.stop()
-        nursery.cancel_scope.cancel()
-
     async with trio.open_nursery() as nursery:
-        await nursery.start(listen)
-        try:
-            await graph.run()
-        # Kept, to be raised outside of the nursery: it would wrap it in a group.
-        except Exception as failure:
-            error = failure
-        nursery.cancel_scope.cancel()
+        with _Signals(graph.stop, nursery.cancel_scope.cancel) as signals:
+            try:
+                await graph.run()
+            # Kept, to be raised outside of the nursery: it would wrap it in a group.
+            except Exception as failure:
+                error = failure
+            nursery.cancel_scope.cancel()
     if error is not None:
         raise error
-    return stopped_by
+    return signals.first
+
+
+class _Signals:
+    """Handlers that Python runs between two instructions, so they are heard also while code blocks the event loop.
+
+    Args:
+        stop: on the first signal.
+        cancel: on the second one; what has not ended `PATIENCE` later ends with the process, as on the third.
+    """
+
+    def __init__(self, stop: Callable[[], None], cancel: Callable[[], None]) -> None:
+        self.first: signal.Signals | None = None
+        self._do = [stop, cancel]
+        self._token = trio.lowlevel.current_trio_token()
+        self._before: dict[signal.Signals, Any] = {}
+        self._last_resort: threading.Timer | None = None
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+
+    def _hear(self, number: int, frame: object) -> None:
+        self.first = self.first or signal.Signals(number)
+        if not self._do:
+            _leave(self.first)
+        self._token.run_sync_soon(self._do.pop(0))
+        if not self._do:
+            self._last_resort = threading.Timer(PATIENCE, _leave, [self.first])
+            self._last_resort.daemon = True
+            self._last_resort.start()
+
+
+def _leave(number: signal.Signals) -> None:
+    message = f"trouper: {number.name} came again, and some code does not end when it is cancelled: leaving it\n"
+    os.write(2, message.encode())
+    os._exit(128 + number)

@@ -36,7 +36,8 @@ _ASIDE = ("run", "log", "checkpoint", "evaluation", "train.max_steps", "rollout.
 class RunDirectory:
     """A run directory, locked for as long as it is entered. The lock ends with the process, however that ends.
 
-    Layout: `config.toml` (resolved), `metrics.jsonl`, `episodes.jsonl`, `log.txt`, `checkpoints/`, `ledger/`, `lock`.
+    Layout: `config.toml` (resolved), `metrics.jsonl`, `episodes.jsonl`, `log.txt`, `trace.perfetto-trace`,
+    `checkpoints/`, `ledger/`, `lock`.
 
     Args:
         path: the directory; made when a run is created in it.
@@ -48,6 +49,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.episodes = self.path / "episodes.jsonl"
         self.log = self.path / "log.txt"
+        self.trace = self.path / "trace.perfetto-trace"
         self.checkpoints = self.path / "checkpoints"
         self.ledger = self.path / "ledger"
         self._lock_file = self.path / "lock"
@@ -136,8 +138,8 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; a run needs a directory: choose another --run-dir")
         names = sorted(each.name for each in self.path.iterdir()) if self.path.exists() else []
-        # A lock alone is what a start leaves behind that was refused or killed before it wrote anything.
-        if names and names != [self._lock_file.name]:
+        # A start that was refused, or killed before it had written its configuration, leaves nothing but these.
+        if set(names) - {self._lock_file.name, f"{self.config.name}.part"}:
             what = "a run" if self.config.name in names else "something else"
             advice = "use --resume to go on with it, " if self.config.name in names else ""
             raise ConfigError(

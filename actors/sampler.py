@@ -12,6 +12,7 @@ import trio
 from msgspec import Struct
 
 from trouper.actors.accelerator import Accelerator
+from trouper.actors.account import NOT_TIMED, REQUESTS, DeviceTime
 from trouper.channels import Receiver, Reply, RunError, SamplerError, SyncError, Turn, Weights
 from trouper.learner.engine import Finished, Request
 from trouper.learner.request import joined, rest
@@ -92,6 +93,7 @@ class Sampler:
         mode: how new weights come in; see `trouper.actors.config.Sync`.
         kv: what happens to keys and values of older weights.
         drain_timeout: seconds that `drain` waits for running generations.
+        time: told what the device is at.
 
     Attributes:
         weights: the newest that the engine was given.
@@ -109,6 +111,7 @@ class Sampler:
         mode: Literal["in_flight", "drain", "abort"] = "in_flight",
         kv: Literal["keep", "recompute"] = "keep",
         drain_timeout: float = 60.0,
+        time: DeviceTime = NOT_TIMED,
     ) -> None:
         self.weights = weights
         self._make_engine = make_engine
@@ -117,6 +120,8 @@ class Sampler:
         self._mode = mode
         self._kv = kv
         self._drain_timeout = drain_timeout if mode == "drain" else 0.0
+        self._time = time
+        self._fresh = False  # whether the next chunk takes new requests in
         self._waiting: dict[int, _Job] = {}
         self._running: dict[int, _Job] = {}
         self._cancelled: list[int] = []
@@ -135,6 +140,11 @@ class Sampler:
         self.ended = False
 
     # ------------------------------------------------------------------ called by other actors, never blocking
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine has, waiting or decoded."""
+        return len(self._running)
 
     def next_id(self) -> int:
         """An id for a request or a conversation that was never used in this process."""
@@ -207,8 +217,10 @@ class Sampler:
             raise SamplerError(f"{self._restart_reason}; it begins anew with weights {self.weights.version}")
 
     async def _live(self, requests: Receiver[Generate], task_status: trio.TaskStatus[None]) -> None:
-        engine = await self._accelerator.run(self._make_engine, self.weights)
-        await self._accelerator.run(engine.warm_up)
+        with self._time.doing("load"):
+            engine = await self._accelerator.run(self._make_engine, self.weights)
+        with self._time.doing("compile"):
+            await self._accelerator.run(engine.warm_up)
         self._attested = True
         self._ask_again()
         task_status.started()
@@ -280,13 +292,20 @@ class Sampler:
                     swap_at = None
                     continue
             if self._running and self._attested:
-                for finished in await self._accelerator.run(engine.step):
+                for finished in await self._chunk(engine):
                     self._answer(finished)
             elif self._closed and not self._waiting and not self._running and update is None:
                 self.ended = True
                 return
             else:
-                await self._change.park()
+                with self._time.doing(REQUESTS):
+                    await self._change.park()
+
+    async def _chunk(self, engine: GenerationEngine) -> list[Finished]:
+        # One call both takes new requests in and decodes; how long each took, only the engine could tell.
+        activity, self._fresh = "prefill, decode" if self._fresh else "decode", False
+        with self._time.doing(activity, requests=len(self._running)):
+            return await self._accelerator.run(engine.step)
 
     def _forget(self, engine: GenerationEngine) -> None:
         cancelled, self._cancelled = self._cancelled, []
@@ -301,6 +320,7 @@ class Sampler:
         for id, job in self._waiting.items():
             engine.submit(job.left)
             self._running[id] = job
+            self._fresh = True
         self._waiting.clear()
         self._space.unpark_all()
 
@@ -315,10 +335,11 @@ class Sampler:
         held = self._attested and weights.version == self.weights.version and weights.params is self.weights.params
         self._attested = False
         try:
-            checksum = await self._accelerator.run(engine.checksum) if held else None
+            checksum = await self._checksum(engine) if held else None
             if checksum is None or checksum != weights.checksum:
-                await self._accelerator.run(engine.swap, weights.params, weights.version, self._kv)
-                checksum = await self._accelerator.run(engine.checksum)
+                with self._time.doing("swap", step=weights.step):
+                    await self._accelerator.run(engine.swap, weights.params, weights.version, self._kv)
+                checksum = await self._checksum(engine)
         except RunError:
             raise  # not the swap's failure but the device's: nothing goes on
         except Exception as error:
@@ -333,6 +354,10 @@ class Sampler:
         self._attested = checksum == weights.checksum
         self._settle(update)
         update.reply.set(checksum)
+
+    async def _checksum(self, engine: GenerationEngine) -> int:
+        with self._time.doing("attest"):
+            return await self._accelerator.run(engine.checksum)
 
     def _settle(self, update: _Update) -> None:
         if self._update is update:

@@ -243,6 +243,9 @@ class MemoryCheckpoints:
         """Keep a copy."""
         self.saved[step] = (copy.deepcopy(tree), copy.deepcopy(meta))
 
+    def rate(self, step: int, score: float) -> None:
+        """Nothing is ever deleted."""
+
     def wait(self) -> None:
         """Nothing goes on in the background."""
 

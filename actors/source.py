@@ -100,6 +100,8 @@ class Source:
             draw, task = self._draw(slot)
             fresh = slot not in self._given
             if task is None:
+                if not fresh:
+                    self._given[slot] = -1  # the draw it had was dropped
                 if not self._pacer.seal(slot if fresh else None):
                     await voids.send(Void(slot, "end_of_data"))
                 continue

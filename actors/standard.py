@@ -16,6 +16,7 @@ import trio
 from msgspec import Struct
 
 from trouper.actors.accelerator import Accelerator, DeviceThread
+from trouper.actors.account import Admission, TimeAccount, resident_mib
 from trouper.actors.barrier import Attested, Barrier
 from trouper.actors.child import NEVER, ON_ERROR
 from trouper.actors.config import RunConfig
@@ -27,10 +28,13 @@ from trouper.actors.life import Life
 from trouper.actors.metrics import Recorder
 from trouper.actors.redo import Resumed, begin
 from trouper.actors.sampler import Generate, GenerationEngine, Sampler
+from trouper.actors.summary import Usage
 from trouper.actors.supervisor import Strategy
+from trouper.actors.trace import NO_TRACE, Trace
 from trouper.actors.trainer import CheckpointFolder, CheckpointMeta, PolicyLearner
 from trouper.channels import Attempt, Exited, Group, Outcome, Receiver, Sampling, Sender, Weights
 from trouper.envs import Agent, Chat, Rewards, Tasks
+from trouper.learner.profile import StepProfile
 
 
 class Cast(Struct, frozen=True, kw_only=True, eq=False):
@@ -69,6 +73,7 @@ class StandardRun:
         ledger: remembers draws and complete groups; the first life has begun in it.
         weights: the first ones.
         resumed: what earlier processes left, if any.
+        profile: traces chosen steps.
         wire: puts the actors into a graph; `standard_graph` when None.
         make_accelerator: makes what runs the calls of the named part; a simulation gives its own.
 
@@ -92,6 +97,7 @@ class StandardRun:
         weights: Weights,
         resumed: Resumed,
         *,
+        profile: StepProfile | None = None,
         wire: "Callable[[StandardRun], Graph] | None" = None,
         make_accelerator: Callable[[str], Accelerator] = DeviceThread,
     ) -> None:
@@ -103,7 +109,11 @@ class StandardRun:
         self._rewind = rewind
         self._checkpoints = checkpoints
         self._ledger = ledger
+        self._profile = profile
         rollout, sync = config.rollout, config.sync
+        self.time = TimeAccount(lambda: recorder.elapsed, recorder.trace, self._admission, self._count)
+        self._counted = (0.0, 0)  # when tokens were counted last, and how many there were
+        recorder.usage = self._usage
         self.sampler_device = make_accelerator("sampler")
         self.trainer_device = make_accelerator("trainer")
         self._disk = make_accelerator("ledger")
@@ -116,10 +126,14 @@ class StandardRun:
             mode=sync.mode,
             kv=sync.kv,
             drain_timeout=sync.drain_timeout,
+            time=self.time.sampler,
         )
         first = Attested(weights.life, weights.step)
-        self.barrier = Barrier([self.sampler], self._attest, first=first, timeout=sync.timeout)
-        self.episodes = self._slots(rollout.max_concurrency, config.sampling.temperature, 1.0, 0, self.breaker)
+        track = recorder.trace.track("barrier")
+        self.barrier = Barrier([self.sampler], self._attest, first=first, timeout=sync.timeout, track=track)
+        self.episodes = self._slots(
+            rollout.max_concurrency, config.sampling.temperature, 1.0, 0, self.breaker, recorder.trace
+        )
         self.evaluator = self._make_evaluator() if cast.held_out is not None else None
         # How the next life begins; the first one with what the process began with.
         self._next: tuple[Weights, Resumed] | None = (weights, resumed)
@@ -168,12 +182,15 @@ class StandardRun:
             self._gauges,
             weights,
             resumed,
+            self._profile,
+            self.time.trainer,
         )
 
     async def _after_failure(self) -> tuple[Weights, Resumed]:
         life = self.life.number + 1
-        saved = await self.trainer_device.run(self._rewind)
-        params, checksum = await self.trainer_device.run(self._publish)
+        with self.time.trainer.doing("load"):
+            saved = await self.trainer_device.run(self._rewind)
+            params, checksum = await self.trainer_device.run(self._publish)
         self._recorder.begin_life(life)
         step = saved.step if saved else 0
         source = saved.source if saved else None
@@ -196,7 +213,15 @@ class StandardRun:
             error = exited.error
             self._recorder.log(f"{exited.name} failed in its life {exited.attempt}: {type(error).__name__}: {error}")
 
-    def _slots(self, concurrency: int, temperature: float, top_p: float, top_k: int, breaker: Breaker) -> EpisodeSlots:
+    def _slots(
+        self,
+        concurrency: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        breaker: Breaker,
+        trace: Trace = NO_TRACE,
+    ) -> EpisodeSlots:
         config, cast = self.config, self._cast
         return EpisodeSlots(
             concurrency,
@@ -218,6 +243,7 @@ class StandardRun:
             sampler=self.sampler,
             breaker=breaker,
             note=self._recorder.log,
+            trace=trace,
         )
 
     def _evaluation_slots(self) -> EpisodeSlots:
@@ -234,6 +260,39 @@ class StandardRun:
             self.barrier.attested,
             self._recorder,
             run_seed=self.config.run.seed,
+        )
+
+    def _admission(self) -> Admission:
+        life = getattr(self, "life", None)
+        if life is None:
+            return "held"
+        pacer, busy = life.pacer, self.episodes.busy
+        if pacer.total is not None and pacer.admitted >= pacer.total:
+            return "open" if busy else "over"
+        newest = pacer.version + self.config.rollout.max_staleness
+        held = pacer.admitted // pacer.groups_per_step > newest and busy < self.config.rollout.max_concurrency
+        return "held" if held else "open"
+
+    def _count(self) -> None:
+        """The trace's counters."""
+        count, (then, tokens) = self._recorder.trace.counter, self._counted
+        self._counted = (now, total) = (self._recorder.elapsed, self.sampler.sampled_tokens)
+        if now > then:
+            count("sampler/tokens_per_s", (total - tokens) / (now - then))
+        count("sampler/requests", self.sampler.running)
+        count("episodes/busy", self.episodes.busy)
+        count("memory/resident_mib", resident_mib())
+        for channel in self.graph.statistics():
+            count(f"queue/{channel.name}/depth", channel.depth)
+
+    def _usage(self) -> Usage:
+        self.time.settle()
+        return Usage(
+            states=self.time.seconds,
+            slots=self.config.rollout.max_concurrency,
+            engine_slots=self.config.engine.slots,
+            attempts=self.episodes.attempts,
+            calls=self.episodes.calls,
         )
 
     def _gauges(self) -> Mapping[str, float]:
@@ -258,6 +317,7 @@ class StandardRun:
         for channel in self.graph.statistics():
             gauges[f"queue/{channel.name}/depth"] = float(channel.depth)
             totals[f"queue/{channel.name}/wait_s"] = channel.send_wait
+        gauges |= self.time.metrics()
         since = {name: value - self._last_gauges.get(name, 0.0) for name, value in totals.items()}
         self._last_gauges = totals
         return gauges | since

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import trio
 
 from trouper.actors.backoff import Backoff, RestartWindow
-from trouper.actors.child import ALWAYS, NEVER, ON_ERROR, Child, Life, Restart, Slot
+from trouper.actors.child import ALWAYS, NEVER, ON_ERROR, Child, Life, Restart, Slot, brief, how
 from trouper.channels import Exited, RestartLimit, StartError, TrouperError
 
 __all__ = ["ALWAYS", "NEVER", "ON_ERROR", "Child", "Restart", "Strategy", "Supervisor"]
@@ -224,9 +224,9 @@ class _Supervision:
             life.late.__cause__ = error
             error = life.late
         elif life.up_at is None and not life.retired and not final:
-            how = f"raised {_brief(error)}" if error is not None else "returned"
+            ending = f"raised {brief(error)}" if error is not None else "returned"
             late = StartError(
-                f"{child.name!r} under {self._of.name!r} {how} before it was up; "
+                f"{child.name!r} under {self._of.name!r} {ending} before it was up; "
                 "a child must call task_status.started() once it is ready, and go on running"
             )
             late.__cause__ = error
@@ -256,7 +256,7 @@ class _Supervision:
             self._fail(self._restart_limit(exited))
         else:
             self._of.restarts += 1
-            log.warning("restarting %r under %r: it %s", child.name, self._of.name, _how(exited), exc_info=error)
+            log.warning("restarting %r under %r: it %s", child.name, self._of.name, how(exited), exc_info=error)
             _let_go(error)
             self._begin_recovery(self._of.strategy.group(self._slots, slot.index), life)
 
@@ -276,8 +276,8 @@ class _Supervision:
         first_cause = next((exited.error for exited in history if exited.error is not None), None)
         return RestartLimit(
             f"supervisor {self._of.name!r} would need {len(history)} restarts within {self._of.window:g} s, and "
-            f"max_restarts = {self._of.max_restarts}: {last.name!r} {_how(last)}. "
-            f"First cause: {_brief(first_cause) if first_cause else 'none, every child returned'}. "
+            f"max_restarts = {self._of.max_restarts}: {last.name!r} {how(last)}. "
+            f"First cause: {brief(first_cause) if first_cause else 'none, every child returned'}. "
             "Mend that, or raise max_restarts.",
             history,
             first_cause,
@@ -389,11 +389,3 @@ def _let_go(error: BaseException | None) -> None:
         error.__traceback__ = None
         for other in (error.__cause__, error.__context__, *getattr(error, "exceptions", ())):
             _let_go(other)
-
-
-def _brief(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _how(exited: Exited) -> str:
-    return "returned" if exited.error is None else f"raised {_brief(exited.error)}"

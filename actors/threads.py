@@ -1,30 +1,34 @@
 """Where user code runs: plain functions in threads that can be given up, async ones on their event loop.
 
 Knows nothing of environments. What is given up is counted and bounded; what user code raises costs an attempt, and
-only interrupts and Trio's own cancellation go further.
+only Ctrl-C and Trio's own cancellation go further.
 """
 
 import contextlib
-import functools
 import inspect
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Literal
 
 import trio
 
+from trouper.actors.aside import Aside
 from trouper.actors.portal import AsyncioPortal
 from trouper.channels import RunError
+from trouper.envs.async_library import wrong_loop
 
-INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, trio.Cancelled)
-"""What is not about the code that raised it."""
+
+class StillRuns(Exception):
+    """A task was cancelled, did not end, and was left behind."""
 
 
 class Threads:
     """Runs plain and async functions of environments and rewards.
 
-    A thread cannot be killed: a call that outlives its deadline leaves its thread behind until the call returns. An
-    asyncio task that ignores its cancellation is left behind and counted in the same way.
+    A thread cannot be killed: a call that outlives its deadline leaves its thread behind until the call returns. A
+    task that ignores its cancellation, be it Trio's or asyncio's, is left behind and counted in the same way.
 
     Args:
         concurrency: calls that may run in threads side by side.
@@ -33,6 +37,9 @@ class Threads:
             anything else calls them in threads.
         async_library: whose loop async functions run on: this one, Trio's, or one for `asyncio` in a thread of its
             own, which the first call starts and `close` ends.
+
+    Attributes:
+        starting: held by environments while their processes start, as many as there are cores.
     """
 
     def __init__(
@@ -42,7 +49,9 @@ class Threads:
         isolation: Literal["thread", "inline", "process"],
         async_library: Literal["trio", "asyncio"] = "trio",
     ) -> None:
-        self._threads_left = 0
+        self.starting = trio.CapacityLimiter(os.cpu_count() or 1)
+        self._left = 0  # threads and tasks of Trio's
+        self._async_library = async_library
         self._max_abandoned = max_abandoned
         self._inline = isolation == "inline"
         self._limiter = trio.CapacityLimiter(concurrency + max_abandoned)
@@ -51,14 +60,14 @@ class Threads:
     @property
     def abandoned(self) -> int:
         """Calls left behind that still run."""
-        return self._threads_left + (self._portal.abandoned if self._portal is not None else 0)
+        return self._left + (self._portal.abandoned if self._portal is not None else 0)
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function without arguments and return its value, awaited if it is awaitable.
 
         Raises:
             RunError: too many calls were left behind.
-            Exception: whatever the function raised; a `BaseException` that is no interrupt comes as a `RuntimeError`.
+            Exception: whatever the function raised; see `as_failure`.
         """
         try:
             if self._inline or is_async(function):
@@ -67,12 +76,51 @@ class Threads:
             return await self._on_loop(lambda: value) if inspect.isawaitable(value) else value
         except BaseException as error:
             failure = as_failure(error)
-            advice = self._advice(failure)
+            advice = wrong_loop(failure, self._async_library)
             if advice:
                 failure = RuntimeError(f"{failure}. {advice}")
             if failure is error:
                 raise
             raise failure from error
+
+    async def aside(
+        self, function: Callable[[], Awaitable[Any]], patience: Callable[[], float], what: str = "user code"
+    ) -> Any:
+        """Await a function of Trio's in a task of its own, which is left behind if it does not end.
+
+        Args:
+            function: without arguments.
+            patience: when the caller is cancelled, so is the task, and has so many seconds to end.
+            what: names the task.
+
+        Raises:
+            RunError: too many calls were left behind.
+            BaseExceptionGroup: the caller was cancelled; beside the cancellation it holds what the task raised, or
+                `StillRuns`.
+            Exception: whatever the function raised; see `as_failure`.
+        """
+        self._check_abandoned()
+        task = Aside(function, what)
+        try:
+            await task.ended.wait()
+        except trio.Cancelled as cancelled:
+            task.scope.cancel()
+            with trio.move_on_after(patience(), shield=True):
+                await task.ended.wait()
+            failure = as_failure(task.error) if task.error else None
+            if not task.ended.is_set():
+                self._left += 1
+                task.leave(self._came_back)
+                failure = StillRuns(str(task))
+            if failure is None:
+                raise
+            raise BaseExceptionGroup("cancelled", [failure, cancelled]) from None
+        if task.error is None:
+            return task.value
+        failure = as_failure(task.error)
+        if failure is task.error:
+            raise failure
+        raise failure from task.error
 
     async def close(self) -> None:
         """End the asyncio loop, if one was started."""
@@ -82,7 +130,7 @@ class Threads:
     async def _on_loop(self, function: Callable[[], Any]) -> Any:
         if self._portal is not None:
             self._check_abandoned()
-            return await self._portal.call(function)
+            return await self._portal.call(partial(_awaited, function))
         value = function()
         return await value if inspect.isawaitable(value) else value
 
@@ -100,6 +148,8 @@ class Threads:
                 running = True
             try:
                 return (function(),)
+            except KeyboardInterrupt as error:  # nobody pressed Ctrl-C: Python raises that in the main thread
+                raise as_failure(error) from error
             finally:
                 with change:
                     running = False
@@ -114,48 +164,50 @@ class Threads:
                 given_up = True
                 if running:  # else it has just ended, or never began
                     left_behind = True
-                    self._threads_left += 1
+                    self._left += 1
             raise
         return value
 
     def _came_back(self) -> None:
-        self._threads_left -= 1
+        self._left -= 1
 
     def _check_abandoned(self) -> None:
         if self.abandoned > self._max_abandoned:
             raise RunError(
                 f"{self.abandoned} calls of user code outlived their deadlines and still run; "
-                f"environment.max_abandoned_threads allows {self._max_abandoned}. Neither a thread nor an asyncio task "
-                "that ignores its cancellation can be killed: give the environment's calls a timeout of their own, "
-                'or set environment.isolation = "process"'
+                f"environment.max_abandoned_threads allows {self._max_abandoned}. Neither a thread nor a task that "
+                "ignores its cancellation can be killed: give the calls of environments and agents a timeout of their "
+                'own, or set environment.isolation = "process"'
             )
 
-    def _advice(self, error: BaseException) -> str:
-        """What to do about code that meets another event loop than its own."""
-        text = str(error) if isinstance(error, RuntimeError | TypeError) else ""
-        if "no running event loop" in text or "no current event loop" in text or "unrecognized yield message" in text:
-            if self._portal is None:
-                return 'Code that is written for asyncio needs environment.async_library = "asyncio"'
-            return 'A plain function has no loop in its thread: make it async, or set environment.isolation = "inline"'
-        if self._portal is not None and "must be called from async context" in text:
-            return 'Code that is written for Trio needs environment.async_library = "trio"'
-        return ""
+
+async def _awaited(function: Callable[[], Any]) -> Any:
+    try:
+        value = function()
+        return await value if inspect.isawaitable(value) else value
+    except KeyboardInterrupt as error:  # as in a thread
+        raise as_failure(error) from error
 
 
 def is_async(function: Any) -> bool:
     """Whether calling it gives a coroutine."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & inspect.CO_COROUTINE:  # what it is nearly always, and ten times as quick
+        return True
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def as_failure(error: BaseException) -> BaseException:
-    """What user code raised, with every leaf either an `Exception` that has a text or one of `INTERRUPTS`.
+    """What user code raised, with every leaf an `Exception` that has a text, Trio's `Cancelled`, or Ctrl-C.
 
-    asyncio's `CancelledError` and the panics of Rust extensions are neither: they are about the code that raised them
-    and must not end a run, so they become a `RuntimeError` that names them.
+    What `sys.exit`, asyncio's `CancelledError` and the panics of Rust extensions raise is neither: it is about the
+    code that raised it and must not end a run, so it becomes a `RuntimeError` that names it.
     """
-    if isinstance(error, INTERRUPTS):
+    if isinstance(error, trio.Cancelled):
+        return error
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         return error
     if not isinstance(error, BaseExceptionGroup):
         try:

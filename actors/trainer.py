@@ -12,11 +12,14 @@ import trio
 from msgspec import Struct
 
 from trouper.actors.accelerator import Accelerator
+from trouper.actors.account import BARRIER, DATA, DISK, NOT_TIMED, DeviceTime
 from trouper.actors.ledger import Ledger
 from trouper.actors.metrics import Recorder, step_metrics
 from trouper.actors.pacer import Pacer
 from trouper.actors.source import Source, SourcePosition
+from trouper.actors.trace import flow_of
 from trouper.channels import Group, HopelessRun, NumericsError, Receiver, Sender, Weights
+from trouper.learner.profile import StepProfile
 
 
 class PolicyLearner(Protocol):
@@ -44,6 +47,9 @@ class CheckpointFolder(Protocol):
     def wait(self) -> None:
         """Until nothing goes on in the background."""
 
+    def rate(self, step: int, score: float) -> None:
+        """Give a complete step its score afterwards."""
+
     def latest(self) -> int | None:
         """The newest step that is complete."""
 
@@ -60,6 +66,13 @@ class CheckpointMeta(Struct, frozen=True):
     step: int
     life: int
     source: SourcePosition
+
+
+def rate_checkpoints(checkpoints: CheckpointFolder, recorder: Recorder, metric: str) -> None:
+    """Rate checkpoints by the evaluations of their weights, which come after they were saved."""
+    for step in list(recorder.evaluated):
+        if metric in (numbers := recorder.evaluated.pop(step)):
+            checkpoints.rate(step, numbers[metric])
 
 
 class Trainer:
@@ -83,6 +96,8 @@ class Trainer:
         drop_last: leave out a last step that is short of groups.
         max_empty_steps: steps in a row without anything to train before the run is called hopeless.
         best_metric: by which checkpoints are compared.
+        profile: traces chosen steps.
+        time: told what the device is at.
     """
 
     def __init__(
@@ -105,6 +120,8 @@ class Trainer:
         drop_last: bool,
         max_empty_steps: int,
         best_metric: str,
+        profile: StepProfile | None = None,
+        time: DeviceTime = NOT_TIMED,
     ) -> None:
         self.step = weights.step
         self._learner = learner
@@ -124,6 +141,8 @@ class Trainer:
         self._drop_last = drop_last
         self._max_empty_steps = max_empty_steps
         self._best_metric = best_metric
+        self._profile = profile
+        self._time = time
         self._saved = self._published = weights.step
         # A copy of the present parameters, if there is one: steps without training publish it again.
         self._copied: tuple[Any, int] | None = (weights.params, weights.checksum)
@@ -144,16 +163,20 @@ class Trainer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Train until the data ends or a stop is asked for, and save."""
-        await self._accelerator.run(self._learner.warm_up)
+        with self._time.doing("compile"):
+            await self._accelerator.run(self._learner.warm_up)
         self._stop = stop
         task_status.started()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
             await self._train(inbox, outbox)
             nursery.cancel_scope.cancel()
+        if self._profile is not None:
+            await self._accelerator.run(self._profile.close)
         if self.step > self._saved:
             await self._save()
-        await self._accelerator.run(self._checkpoints.wait)
+        with self._time.doing("checkpoint", step=self._saved):
+            await self._accelerator.run(self._checkpoints.wait)
 
     async def _watch(self) -> None:
         await self._stop.wait()
@@ -166,12 +189,17 @@ class Trainer:
                 return await wait()
         return None
 
+    async def _compute(self, call: Callable[..., Any], *args: Any) -> Any:
+        if self._profile is not None:
+            call, args = self._profile.run, (self.step + 1, call, *args)
+        return await self._accelerator.run(call, *args)
+
     async def _train(self, inbox: Receiver[Group], outbox: Sender[Weights]) -> None:
         await self._publish(outbox)
         self._begin_step()
         hand: list[Group] = []
         while not self._stop.is_set():
-            with self._timed("trainer_wait"):
+            with self._timed("trainer_wait"), self._time.doing(DATA):
                 try:
                     group: Group | None = await self._unless_stopped(inbox.receive)
                 except trio.EndOfChannel:
@@ -182,8 +210,8 @@ class Trainer:
             trained = self._trained(group)
             if any(episode.reward is not None and episode.sampled for episode in trained.episodes):
                 self._added = True
-                with self._timed("train"):
-                    await self._accelerator.run(self._learner.add, [trained])
+                with self._timed("train"), self._time.doing("micro-batch", _flows([group]), slot=group.slot):
+                    await self._compute(self._learner.add, [trained])
             if len(hand) == self._pacer.size(self.step) and not self._is_short(hand):
                 await self._finish_step(hand, outbox)
                 hand = []
@@ -217,8 +245,8 @@ class Trainer:
     async def _finish_step(self, hand: list[Group], outbox: Sender[Weights]) -> None:
         metrics = step_metrics(hand, self.step)
         if self._added:
-            with self._timed("train"):
-                metrics |= await self._accelerator.run(self._learner.update)
+            with self._timed("train"), self._time.doing("optimizer step", _flows(hand), step=self.step + 1):
+                metrics |= await self._compute(self._learner.update)
             self._empty_steps = 0
             self._copied = None
         else:
@@ -254,23 +282,28 @@ class Trainer:
 
     async def _publish(self, outbox: Sender[Weights]) -> None:
         if self._copied is None:
-            self._copied = await self._accelerator.run(self._copy)
+            with self._time.doing("copy weights", step=self.step):
+                self._copied = await self._accelerator.run(self._copy)
         params, checksum = self._copied
         self._published = self.step
         weights = Weights(life=self._life, step=self.step, params=params, checksum=checksum)
-        await self._unless_stopped(lambda: outbox.send(weights))
+        with self._time.doing(BARRIER):
+            await self._unless_stopped(lambda: outbox.send(weights))
 
     async def _save(self) -> None:
         # The source is asked here, in its own thread: it goes on while the device thread writes.
         source = self._source.position(self.step * self._pacer.groups_per_step)
         meta = CheckpointMeta(step=self.step, life=self._life, source=source)
-        score = {**self._recorder.evaluated, **self._metrics}.get(self._best_metric)
-        committed = await self._accelerator.run(self._write, meta, score)
+        score = self._metrics.get(self._best_metric)
+        with self._time.doing("checkpoint", step=self.step):
+            committed = await self._accelerator.run(self._write, meta, score)
         self._saved = self.step
         if committed is not None:
-            await self._disk.run(self._ledger.prune, committed * self._pacer.groups_per_step)
+            with self._time.doing(DISK):
+                await self._disk.run(self._ledger.prune, committed * self._pacer.groups_per_step)
 
     def _write(self, meta: CheckpointMeta, score: float | None) -> int | None:
+        rate_checkpoints(self._checkpoints, self._recorder, self._best_metric)
         self._checkpoints.save(meta.step, self._learner.state_tree(), msgspec.to_builtins(meta), score)
         return self._checkpoints.latest()
 
@@ -281,6 +314,10 @@ class Trainer:
 
     def _timed(self, name: str) -> "_Timer":
         return _Timer(self._seconds, name)
+
+
+def _flows(groups: Sequence[Group]) -> list[int]:
+    return [flow_of(episode.attempt) for group in groups for episode in group.episodes]
 
 
 class _Timer:

@@ -255,6 +255,8 @@ class WaitGraph:
         since = _locals(caller).get("started")
         since = since if isinstance(since, float) else None
         linked = self._links.get(actor, ())
+        # Anybody may set a reply, a thread too; only a declared link says that an actor does.
+        answers: Ender = "actor" if linked else "anyone"
         match it:
             case Receiver() if code is _RECEIVE:
                 producers = self._users.get(("send", it.name), ())
@@ -263,9 +265,9 @@ class WaitGraph:
                 consumers = self._users.get(("receive", it.name), ())
                 return Wait("actor", f"sending into {self._channel(it.name)}", f"channel {it.name}", consumers, since)
             case Reply() if code is _EVENT:
-                return Wait("actor", f"waiting at {place} for a reply", "reply", linked)
+                return Wait(answers, f"waiting at {place} for a reply", "reply", linked)
             case Latest() if code is _PARK:
-                return Wait("actor", f"waiting at {place} for a newer value", "newer value", linked)
+                return Wait(answers, f"waiting at {place} for a newer value", "newer value", linked)
             case Pacer() if code is _PARK:
                 return Wait("actor", f"waiting for a training slot ({_pace(it)})", "training slot", linked)
         own = _module(caller).startswith("trouper.")

@@ -19,6 +19,7 @@ from trouper.channels.errors import (
     StartError,
     SyncError,
     TrouperError,
+    causes,
 )
 from trouper.channels.messages import (
     Attempt,
@@ -79,6 +80,7 @@ __all__ = [
     "Turn",
     "Void",
     "Weights",
+    "causes",
     "decoder",
     "encode",
 ]

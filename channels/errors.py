@@ -5,6 +5,8 @@ An error that stops a run before anything started is a `ConfigError` (exit code 
 `RunError` (exit code 1).
 """
 
+from collections.abc import Iterator
+
 
 class TrouperError(Exception):
     """Root of everything trouper raises on purpose.
@@ -106,3 +108,13 @@ class RewardError(TrouperError):
 
 class SamplerError(TrouperError):
     """A generation request that no sampler can serve; the message says which limit it breaks."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it came from, each once: user code may raise errors that are their own causes."""
+    seen: set[int] = set()  # ids: an exception need not have a hash
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__

@@ -126,9 +126,9 @@ def checked_step(environment: Any, value: Any, step: int) -> StepResult:
     if not isinstance(value, StepResult):
         hint = "return trouper.envs.StepResult(observation, reward, done, truncated)"
         raise _failure(environment, "return value", step, f"is {_shown(value)}, not a StepResult; {hint}")
-    for field in ("done", "truncated"):
-        if not isinstance(getattr(value, field), bool | np.bool_):
-            raise _failure(environment, field, step, f"is {_shown(getattr(value, field))}, not a bool")
+    for field, flag in (("done", value.done), ("truncated", value.truncated)):
+        if not isinstance(flag, (bool, np.bool_)):  # a union would be made anew at every call
+            raise _failure(environment, field, step, f"is {_shown(flag)}, not a bool")
     if not isinstance(value.metrics, dict) or not all(isinstance(name, str) for name in value.metrics):
         raise _failure(environment, "metrics", step, f"is {_shown(value.metrics)}, not a dict of names and numbers")
     return StepResult(
@@ -153,6 +153,8 @@ def checked_score(environment: Any, value: Any, step: int) -> float | None:
 
 def as_float(value: Any) -> float | None:
     """A real number, a bool or an array of one of those as a Python float (perhaps not finite); else None."""
+    if type(value) is float:
+        return value
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(-1)[0]
     return float(value) if isinstance(value, numbers.Real | np.bool_) else None

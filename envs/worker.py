@@ -23,7 +23,8 @@ import msgspec
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from msgspec import Struct
 
-from trouper.channels import EnvironmentFailure, RunError, TrouperError
+from trouper.channels import EnvironmentFailure, RunError, TrouperError, causes
+from trouper.envs.async_library import wrong_loop
 from trouper.envs.checked import CheckedEnvironment
 from trouper.envs.dotted import made
 from trouper.envs.protocols import StepResult
@@ -109,10 +110,10 @@ def work(
             what = name.decode()
             try:
                 data = _packed(worker.answer(what, pickle.loads(arguments)))
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # asyncio's CancelledError and panics of Rust extensions are outcomes, too
-                data = msgspec.msgpack.encode(Answer[None](raised=_raised(what, error, max_memory_mib)))
+            # What `sys.exit`, asyncio's CancelledError and panics of Rust extensions raise are outcomes, too.
+            except BaseException as error:
+                raised = _raised(what, error, async_library, max_memory_mib)
+                data = msgspec.msgpack.encode(Answer[None](raised=raised))
             if os.getpid() != process:  # a child that the environment forked has come back out of its code
                 os._exit(0)
             talk.sendall(HEADER.pack(len(data)) + data)
@@ -164,12 +165,10 @@ def _packed(value: Any) -> bytes:
     return data
 
 
-def _raised(what: str, error: BaseException, max_memory_mib: int) -> Raised:
+def _raised(what: str, error: BaseException, async_library: str, max_memory_mib: int) -> Raised:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    *_, root = causes(error)
     trace = "" if isinstance(root, TrouperError) else "".join(traceback.format_exception(root))[-LONGEST_TRACEBACK:]
     if isinstance(error, EnvironmentFailure):
         return Raised(error.kind, str(error), error.retry, trace)
@@ -178,6 +177,8 @@ def _raised(what: str, error: BaseException, max_memory_mib: int) -> Raised:
     text = f"{what}: {type(error).__name__}: {error}"
     if not isinstance(error, Exception):
         text = f"{what}: RuntimeError: {type(error).__name__}: {error}"
+    if hint := wrong_loop(error, async_library):
+        text = f"{text}. {hint}"
     if isinstance(error, MemoryError) and max_memory_mib:
         return Raised("env_died", f"{text}; environment.max_memory_mib = {max_memory_mib}", traceback=trace)
     return Raised("env_error", text, traceback=trace)

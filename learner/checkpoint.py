@@ -26,6 +26,7 @@ from trouper.channels import CheckpointError
 
 _ARRAYS, _META = "arrays", "meta"
 _SIZES = "sizes.json"
+_SCORE = "score.json"
 _UNFINISHED = "*.orbax-checkpoint-tmp*"
 _log = logging.getLogger(__name__)
 
@@ -133,6 +134,18 @@ class Checkpoints:
                 ),
             )
             self._begun = step
+
+    def rate(self, step: int, score: float) -> None:
+        """Give a complete checkpoint its score afterwards; a step that is not there any more is ignored."""
+        if step not in self.steps():
+            return
+        with self._failing(
+            f"the score of checkpoint step {step} could not be written to {self.folder}", "check space and rights"
+        ):
+            half = self.folder / str(step) / f"{_SCORE}.part"
+            half.write_text(json.dumps(score if math.isfinite(score) else None), encoding="utf-8")
+            half.replace(half.with_suffix(""))
+        self._scores.pop(step, None)
 
     def wait(self) -> None:
         """Wait until every begun checkpoint is complete, and delete those that are not to be kept.
@@ -287,7 +300,9 @@ class Checkpoints:
     def _score(self, step: int) -> float | None:
         if step not in self._scores:
             try:
-                self._scores[step] = self._record(step).get("score")
+                later = self.folder / str(step) / _SCORE
+                given = json.loads(later.read_text(encoding="utf-8")) if later.exists() else None
+                self._scores[step] = self._record(step).get("score") if given is None else given
             except _Damaged:
                 return None
         return self._scores[step]

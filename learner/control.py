@@ -65,3 +65,18 @@ class Fill(msgspec.Struct, frozen=True, eq=False):
     positions: NDArray[np.int32]
     count: int
     reach: int
+
+
+def allot(needed: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
+    """How many of a prefill call's rows each slot gets: one each, then what is left, in their order.
+
+    Args:
+        needed: int32 [n], at least 1 each.
+        rows: of the call.
+    """
+    given = np.minimum(needed, 1)
+    given[rows:] = 0
+    extra = needed - given
+    if len(needed) < rows:
+        given += np.clip(rows - len(needed) - (np.cumsum(extra) - extra), 0, extra)
+    return given

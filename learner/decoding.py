@@ -78,7 +78,7 @@ def compile_for(
             The cache, and int32 [2, chunk, S]: ids, -1 where nothing was drawn, and the bits of their log-probs.
         """
         model = decoder(params)
-        nowhere = cache[0][0].shape[2]
+        nowhere = cache[0][1].shape[2]
         seeds = lax.bitcast_convert_type(control[:, Column.SEED], jnp.uint32)
         temperature, top_p = (
             lax.bitcast_convert_type(control[:, column], jnp.float32) for column in (Column.TEMPERATURE, Column.TOP_P)
@@ -143,12 +143,14 @@ def compile_for(
         """
 
         def one(i: jax.Array, cache: Cache) -> Cache:
-            def move(array: jax.Array) -> jax.Array:
-                size = (1, array.shape[1], kv_length, array.shape[3])
-                prefix = lax.dynamic_slice(array, (pairs[0, i], 0, 0, 0), size)
-                return lax.dynamic_update_slice(array, prefix, (pairs[1, i], 0, 0, 0))
+            def move(array: jax.Array, prefix: tuple[int, int]) -> jax.Array:
+                held = lax.dynamic_slice(array, (pairs[0, i], 0, 0, 0), (1, array.shape[1], *prefix))
+                return lax.dynamic_update_slice(array, held, (pairs[1, i], 0, 0, 0))
 
-            return [(move(keys), move(values)) for keys, values in cache]
+            return [
+                (move(keys, (keys.shape[2], kv_length)), move(values, (kv_length, values.shape[3])))
+                for keys, values in cache
+            ]
 
         moved: Cache = lax.fori_loop(0, count, one, cache)
         return moved

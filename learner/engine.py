@@ -6,6 +6,7 @@ here they meet in three compiled calls (decode a chunk, prefill rows, copy prefi
 requests. A context is cached up to its last token; the next decode step feeds that one, so prefill needs no logits.
 """
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from trouper.learner.decoding import cache_placement, compile_for
 from trouper.learner.request import Finished, Request, Version, check
 from trouper.learner.slots import Slots
 
-__all__ = ["Engine", "Finished", "Request", "Statistics"]
+__all__ = ["Engine", "Finished", "RecompileWarning", "Request", "Statistics"]
 
 KV_BUCKETS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """How many cache positions attention may look at; a call takes the smallest that covers what is cached."""
@@ -43,6 +44,7 @@ class Statistics(msgspec.Struct, frozen=True):
         chunks: decode calls.
         evictions: idle conversations that lost their slot to another.
         compiled_shapes: different calls made; constant after `warm_up`.
+        late_shapes: those among them that were first made after `warm_up`, each with a `RecompileWarning`.
     """
 
     prefill_tokens: int
@@ -51,6 +53,11 @@ class Statistics(msgspec.Struct, frozen=True):
     chunks: int
     evictions: int
     compiled_shapes: int
+    late_shapes: int
+
+
+class RecompileWarning(UserWarning):
+    """A call was compiled while requests waited for it: its shape was not declared when the engine was made."""
 
 
 class Engine:
@@ -65,11 +72,13 @@ class Engine:
         chunk: tokens decoded per slot between two admissions.
         kv_dtype: what keys and values are cached in.
         version: (life, step) of the decoder's parameters.
-        prefill_rows: rows of the prefill call; a quarter of them is a second shape, for when little waits. A long
-            context takes several rows.
-        prefill_tokens: tokens in a row.
+        prefill_rows: rows of the prefill call; a long context takes several.
+        prefill_tokens: tokens in a row; a quarter of them is a second shape, for what conversations append and for
+            when little waits.
         kv_buckets: ascending; those below `length` are used, and `length` itself.
         vocab_limit: ids at and above it are never sampled (tables are padded beyond the tokenizer's length).
+        restricted: requests may ask for top-p or top-k. Else the decode calls for that are not compiled by `warm_up`,
+            but late, when one is first needed.
     """
 
     def __init__(
@@ -85,12 +94,14 @@ class Engine:
         prefill_tokens: int = 64,
         kv_buckets: Iterable[int] = KV_BUCKETS,
         vocab_limit: int | None = None,
+        restricted: bool = False,
     ) -> None:
         self.version = version
         self._length, self._chunk = length, chunk
         self._vocabulary = decoder.config.vocab_size
-        self._row_counts = tuple(sorted({max(1, prefill_rows // 4), prefill_rows}))
-        self._row_width = min(prefill_tokens, length)
+        self._rows = prefill_rows
+        widest = min(prefill_tokens, length)
+        self._widths = tuple(sorted({max(1, widest // 4), widest}))
         self._buckets = (*(bucket for bucket in kv_buckets if bucket < length), length)
         graph, state = nnx.split(decoder)
         leaves, structure = jax.tree.flatten(state)
@@ -103,7 +114,9 @@ class Engine:
         self._running: dict[int, int] = {}
         self._restricted = 0
         self._prefilled = self._decoded = self._chunks = 0
+        self._variants = (False, True) if restricted else (False,)
         self._shapes: set[tuple[object, ...]] = set()
+        self._warm, self._late = False, 0
 
     @property
     def waiting(self) -> int:
@@ -130,6 +143,7 @@ class Engine:
             chunks=self._chunks,
             evictions=self._slots.evictions,
             compiled_shapes=len(self._shapes),
+            late_shapes=self._late,
         )
 
     def checksum(self) -> int:
@@ -205,7 +219,7 @@ class Engine:
             self._restricted += _is_restricted(request)
             copies += admitted.copies
         self._copy(copies)
-        fill = self._slots.fill(self._row_counts, self._row_width)
+        fill = self._slots.fill(self._rows, self._widths)
         if fill is not None:
             self._prefilled += fill.count
             self._prefill(fill.slots, fill.tokens, fill.positions, self._bucket(fill.reach))
@@ -241,27 +255,38 @@ class Engine:
         else:
             self._slots.recompute(version)
 
-    def warm_up(self, *, restricted: bool = False) -> None:
-        """Compile every shape; nothing that is cached changes.
-
-        Args:
-            restricted: also those for top-p and top-k, which are otherwise compiled when they are first asked for.
-        """
-        nowhere = np.full((self._row_counts[-1], self._row_width), self._length, np.int32)
+    def warm_up(self) -> None:
+        """Compile every declared shape; nothing that is cached changes. A shape that comes later is warned of."""
         for bucket in self._buckets:
-            for rows in self._row_counts:
-                self._prefill(np.zeros(rows, np.int32), np.zeros_like(nowhere[:rows]), nowhere[:rows], bucket)
+            for width in self._widths:
+                nowhere = np.full((self._rows, width), self._length, np.int32)
+                self._prefill(np.zeros(self._rows, np.int32), np.zeros_like(nowhere), nowhere, bucket)
             self._copy_prefixes(np.zeros((2, self._slots.count), np.int32), 0, bucket)
-            for variant in (False, True) if restricted else (False,):
+            for variant in self._variants:
                 self._decode(np.full_like(self._slots.control, self._length), bucket, variant)
+        self._warm = True
 
     # ---------------------------------------------------------------- the device's part
+
+    def _declare(self, *shape: object) -> None:
+        """Count a call's shape, before the call is made."""
+        if shape in self._shapes:
+            return
+        self._shapes.add(shape)
+        if self._warm:
+            self._late += 1
+            warnings.warn(
+                f"the engine compiles {shape} in the middle of a run, while {self.live} requests wait; declare it when "
+                "the engine is made: restricted=True is for top-p and top-k",
+                RecompileWarning,
+                stacklevel=2,
+            )
 
     def _bucket(self, reach: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= reach)
 
     def _prefill(self, slots: Any, tokens: Any, positions: Any, bucket: int) -> None:
-        self._shapes.add(("prefill", len(slots), bucket))
+        self._declare("prefill", tokens.shape[1], bucket)
         self._cache = self._calls.prefill(self._params, self._cache, slots, tokens, positions, kv_length=bucket)
 
     def _copy(self, copies: list[Copy]) -> None:
@@ -271,13 +296,13 @@ class Engine:
             self._copy_prefixes(pairs, len(copies), self._bucket(max(copy.length for copy in copies)))
 
     def _copy_prefixes(self, pairs: NDArray[np.int32], count: int, bucket: int) -> None:
-        self._shapes.add(("copy", bucket))
+        self._declare("copy", bucket)
         self._cache = self._calls.copy(self._cache, pairs, np.int32(count), kv_length=bucket)
 
     def _decode(
         self, control: NDArray[np.int32], bucket: int, restricted: bool
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        self._shapes.add(("decode", bucket, restricted))
+        self._declare("decode", bucket, "restricted" if restricted else "free")
         self._cache, drawn = self._calls.decode(
             self._params, self._cache, control, kv_length=bucket, restricted=restricted
         )

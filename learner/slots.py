@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trouper.channels import Turn
-from trouper.learner.control import CONTROL_WIDTH, Column, Copy, Fill, control_row
+from trouper.learner.control import CONTROL_WIDTH, Column, Copy, Fill, allot, control_row
 from trouper.learner.request import Request, Version
 
 # Copying fewer cached tokens than this from another slot is not worth waiting for, unless they are a good part of
@@ -244,28 +244,28 @@ class Slots:
 
     # ---------------------------------------------------------------- prefill
 
-    def fill(self, row_counts: tuple[int, ...], width: int) -> Fill | None:
+    def fill(self, rows: int, widths: tuple[int, ...]) -> Fill | None:
         """The next prefill call, or None where nothing is to be prefilled.
 
         Every slot gets a row before any gets a second one, so a long context does not hold up short ones.
 
         Args:
-            row_counts: the numbers of rows a call may have, ascending; the smallest that holds the work is taken.
-            width: tokens in a row, `T`.
+            rows: of the call, `R`.
+            widths: how many tokens a row may have, `T`, ascending. A call costs what its shape costs, however little
+                is in it: the widest is taken that is at least half as full as a narrower one would be.
         """
         slots = np.flatnonzero((self.phase == FILLING) & (self._source < 0) & (self.resident < self.known - 1))
         if not slots.size:
             return None
         slots = slots[np.argsort(self._ticket[slots])]
-        needed = (self.known[slots] - self.resident[slots] + (width - 2)) // width
-        most = row_counts[-1]
-        given = np.minimum(needed, 1)
-        given[most:] = 0
-        extra = needed - given
-        if len(slots) < most:
-            given += np.clip(most - len(slots) - (np.cumsum(extra) - extra), 0, extra)
+        missing = self.known[slots] - 1 - self.resident[slots]
+        width, count, given = 0, 0, missing
+        for candidate in widths:
+            allotted = allot(-(-missing // candidate), rows)
+            filled = int(np.minimum(allotted * candidate, missing).sum())
+            if 2 * filled * width >= count * candidate:
+                width, count, given = candidate, filled, allotted
         used = int(given.sum())
-        rows = next(count for count in row_counts if count >= used)
         owner = np.zeros(rows, np.int32)
         owner[:used] = np.repeat(slots, given)
         nth = np.arange(used) - np.repeat(np.cumsum(given) - given, given)
@@ -277,7 +277,6 @@ class Slots:
         positions[positions >= ends[:, None]] = self.length
         tokens: NDArray[np.int32] = self._history[owner[:, None], np.minimum(positions, self.length - 1)]
         reach = np.minimum(self.resident[slots] + given * width, self.known[slots] - 1)
-        count = int((reach - self.resident[slots]).sum())
         self.resident[slots] = reach
         return Fill(owner, tokens, positions, count, int(reach.max()))
 

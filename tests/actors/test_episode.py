@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import trio
 
+from trouper.actors.aside import stuck
 from trouper.actors.config import Environment as Deadlines
 from trouper.actors.episode import BREAKER_WINDOW, Breaker, EpisodeRules, EpisodeSlots
 from trouper.actors.sampler import Generate, Sampler
@@ -244,23 +246,22 @@ async def test_a_group_that_holds_more_than_the_end_is_judged_by_its_leaves(auto
     assert (lost.kind, lost.cause) == ("agent_error", "ValueError: env 42")
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["agent", "environment", "group"])
-async def test_interrupts_pass_through(autojump_clock, interrupt, where) -> None:
+async def test_an_interrupt_passes_through(autojump_clock, where) -> None:
     async def stop() -> None:
-        raise interrupt
+        raise KeyboardInterrupt
 
     async def agent(talk: Any, world: Any) -> None:
         if where == "agent":
             await stop()
         if where == "group":
-            raise BaseExceptionGroup("mixed", [ValueError(), interrupt()])
+            raise BaseExceptionGroup("mixed", [ValueError(), KeyboardInterrupt()])
         await world.reset()
 
     slots = Slots(partial(Fails, "reset", stop), agent)
     with pytest.raises(BaseExceptionGroup) as caught:
         await slots.play(0)
-    assert caught.value.subgroup(interrupt) is not None
+    assert caught.value.subgroup(KeyboardInterrupt) is not None
     assert slots.breaker.lost == {}
 
 
@@ -420,6 +421,14 @@ class Unprintable(Exception):
         raise AttributeError
 
 
+@dataclass
+class ApiError(Exception):  # which has no hash
+    code: int
+
+    def __str__(self) -> str:
+        return str(self.code)
+
+
 def its_own_cause() -> Exception:
     error = ValueError("env 42")
     error.__cause__ = error
@@ -435,6 +444,9 @@ def its_own_cause() -> Exception:
         (Unprintable(), "Unprintable: its text cannot be shown"),
         (BaseExceptionGroup("both", [Panic("at src/lib.rs:1"), ValueError("env 42")]), "Panic: at src/lib.rs:1"),
         (its_own_cause(), "env 42"),
+        (SystemExit(2), "SystemExit: 2"),
+        (GeneratorExit("stray"), "GeneratorExit: stray"),
+        (ApiError(503), "503"),
     ],
 )
 async def test_whatever_user_code_raises_costs_an_attempt_and_not_the_run(autojump_clock, where, error, cause) -> None:
@@ -483,13 +495,75 @@ async def swallows(talk: Any, world: Any) -> None:
             await trio.sleep(1.0)
 
 
-@pytest.mark.parametrize("agent", [shields, swallows])
-async def test_an_agent_that_does_not_end_is_named(autojump_clock, agent) -> None:
-    slots = Slots(calm, agent, max_attempts=1, episode_timeout=50.0)
-    (lost,) = await slots.play(0)
-    assert lost.kind == "episode_timeout"
-    (named,) = [note for note in slots.notes if "was cancelled 10 s ago and goes on" in note]
-    assert f"the agent of attempt {lost.attempt.id} " in named
+@pytest.mark.parametrize("hangs", [shields, swallows])
+async def test_an_agent_that_does_not_end_loses_its_attempt_and_the_slot_goes_on(autojump_clock, hangs) -> None:
+    left = [1]
+
+    async def agent(talk: Any, world: Any) -> None:
+        await (hangs if left and left.pop() else model_agent)(talk, world)
+
+    slots = Slots(calm, agent, concurrency=1, episode_timeout=50.0)
+    first, second = await slots.play(0, 1)
+    assert trio.current_time() < 70.0
+    assert [first.reward, first.attempt.tries, second.reward] == [1.0, 1, 1.0]
+    assert slots.breaker.lost == {"agent_error": 1}
+    left = "the agent did not end when it was cancelled 10 s ago and is left behind: the agent of task 't', at "
+    assert f"{left}{hangs.__name__} (" in slots.notes[0]
+
+
+async def test_environments_rewards_and_agents_that_hang_for_good_are_left_behind_and_bounded(autojump_clock) -> None:
+    release = trio.Event()
+
+    async def hang(*_: Any) -> None:
+        while not release.is_set():
+            with contextlib.suppress(BaseException):
+                await release.wait()
+            with trio.CancelScope(shield=True):
+                await trio.sleep(1.0)
+
+    deadlines = {"step_timeout": 5.0, "reward_timeout": 5.0, "max_abandoned_threads": 1}
+    given = {"concurrency": 1, "max_attempts": 1, "deadlines": deadlines, "episode_timeout": 50.0}
+    (lost,) = await Slots(partial(Fails, "step", hang), **given).play(0)
+    assert lost.kind == "env_timeout"
+    assert "step took longer than environment.step_timeout = 5 s, and it goes on" in lost.cause
+    (lost,) = await Slots(calm, rewards={"judge": hang}, **given).play(0)
+    assert (lost.kind, "environment.reward_timeout = 5 s" in lost.cause) == ("reward_error", True)
+    for part in ({"environment": partial(Fails, "step", hang)}, {"environment": calm, "agent": hang}):
+        with pytest.raises(ExceptionGroup) as caught:
+            await Slots(**part, **given).play(*range(4))
+        assert "2 calls of user code outlived their deadlines" in str(leaf(caught.value))
+    assert await stuck(1.0) != []
+    release.set()
+    assert await stuck(10.0) == []
+
+
+async def test_the_end_of_a_run_waits_for_nothing_that_hangs(autojump_clock) -> None:
+    release = trio.Event()
+
+    async def hang() -> None:
+        with trio.CancelScope(shield=True):
+            await release.wait()
+
+    class Closes(Fails):
+        async def close(self) -> None:
+            await hang()
+
+    slots = Slots(partial(Closes, "", broken), deadlines={"close_timeout": 5.0})
+    (episode,) = await slots.play(0)
+    assert episode.reward == 1.0
+    assert trio.current_time() < 12.0
+    assert "an environment, at" in slots.notes[-1]
+    assert all("hang (test_episode.py:" in each for each in await stuck(1.0))
+    release.set()
+    assert await stuck(10.0) == []
+
+
+async def test_a_task_that_cannot_be_copied_loses_its_attempt(autojump_clock) -> None:
+    slots = Slots(calm)
+    (lost,) = await slots.play(0, task=Task("t", {"lock": threading.Lock()}))
+    assert (lost.kind, lost.attempt.tries) == ("env_error", 0)
+    assert "task 't' cannot be copied" in lost.cause
+    assert "cannot pickle '_thread.lock'" in lost.cause
 
 
 async def test_an_agent_that_takes_its_time_to_end_is_not_named(autojump_clock) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import trio
 
+from trouper.actors.simulation import SimulatedLearner
 from trouper.envs import Rewards
 
 EVERY_2 = {"every_steps": 2, "tasks": {"source": "held:out"}, "count": 3, "pass_reward": 0.5}
@@ -120,3 +121,28 @@ async def test_training_and_evaluation_of_the_same_draws_do_not_touch_each_other
 
     assert ids(alone) == ids(beside)
     assert beside.run.breaker.lost == {}
+
+
+async def test_evaluations_of_steps_that_are_done_again_are_done_again(autojump_clock, play, stream) -> None:
+    class Once(SimulatedLearner):
+        failed = False
+
+        def update(self) -> dict[str, float]:
+            if self.step == 7 and not self.failed:
+                self.failed = True
+                raise MemoryError("once")
+            return super().update()
+
+    given = {
+        "evaluation": {"every_steps": 3, "tasks": {"source": "held:out"}, "count": 1},
+        "train": {"max_steps": 10},
+        "checkpoint": {"save_interval_steps": 5},
+    }
+    whole = await play(held_out=stream(1), **given)()
+    played = await play(held_out=stream(1), learner=Once(), **given)()
+    assert played.run.life.number == 2
+
+    def evaluated(each: Any) -> list[int]:
+        return [step for step, record in each.metrics.items() if any(name.startswith("eval/") for name in record)]
+
+    assert evaluated(played) == evaluated(whole) == [0, 3, 6, 9, 10]

@@ -426,3 +426,17 @@ def test_whatever_happens_what_was_synced_is_there_and_nothing_half_is(tmp_path_
             buffered.append((operation, value))
             ever.records.append((operation, value))
     ledger.close()
+
+
+def test_behind_a_missing_segment_no_group_is_trusted(ledger):
+    for life, slot in ((1, 3), (2, 4), (3, 5)):
+        ledger.begin(life, 0)
+        ledger.complete(make_group(slot))
+        ledger.drew(SlotDraw(slot + 10, slot, 0))
+        ledger.sync()
+    (ledger.folder / "00000002.log").unlink()  # it may have said that slot 3's group is of no use
+    replay = reopened(ledger)
+    assert [group.slot for group in replay.groups] == [5]
+    assert replay.draws.keys() == {13, 15}
+    (told,) = replay.damaged
+    assert "no segment between 00000001.log and 00000003.log; the 1 complete groups before the gap" in told

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.actors.trace_reading import read
+from trouper.actors.account import DATA, CallTimes, State
 from trouper.actors.metrics import Recorder, read_metrics, step_metrics
 from trouper.actors.progress import PlainScreen
 from trouper.actors.run_directory import RunDirectory
+from trouper.actors.summary import Usage
 from trouper.channels import Attempt, Episode, Group, Message, Row, RunError, Task
 
 
@@ -186,14 +189,31 @@ class TestRecorder:
                 pass
 
     def test_the_end_says_what_it_came_to_and_where_the_time_went(self, run, clock, recorder_of, shown):
+        states = {State("decode", "optimizer step", "open"): 18.0, State("decode", DATA, "open"): 12.0}
         with recorder_of() as recorder:
+            recorder.usage = lambda: Usage(
+                states=states, slots=4, engine_slots=4, attempts=CallTimes(), calls=CallTimes()
+            )
             for step, reward in ((1, 0.1), (2, 0.9), (3, 0.5)):
                 clock.now += 10
-                recorder.record(step, {"reward/mean": reward, "time/train": 6.0, "time/step": 10.0})
+                recorder.record(step, {"reward/mean": reward, "time/step": 10.0})
         for text in (shown[-1], run.log.read_text()):
             assert "3 steps in 30.0 s" in text
             assert "first 0.100 (step 1), last 0.500 (step 3), best 0.900 (step 2)" in text
-            assert "train 18.0 s (60%)" in text
+            assert "trainer  busy  60%: optimizer step 60%" in text
+            assert "idle  40%: sampling 40%" in text
+
+    def test_a_steps_numbers_are_counters_of_the_trace(self, run, clock, recorder_of):
+        with recorder_of() as recorder:
+            for step, staleness in ((1, 0.5), (2, math.nan), (3, 1.5)):
+                clock.now += 10
+                recorder.record(step, {"async/staleness_mean": staleness, "kl": 1.0})
+        assert read(run.trace).counters == {"async/staleness_mean": [(10.0, 0.5), (30.0, 1.5)]}
+
+    def test_lives_of_a_process_are_marks_of_one_trace(self, run, recorder_of):
+        with recorder_of(life=3) as recorder:
+            recorder.begin_life(4)
+        assert read(run.trace).marks == ["life 3", "life 4"]
 
     def test_the_best_and_the_worst_episode_are_written_to_read(self, run, recorder_of):
         with recorder_of(episodes_per_step=2) as recorder:

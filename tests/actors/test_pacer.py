@@ -586,3 +586,12 @@ async def test_the_data_may_end_before_slots_that_have_ended(autojump_clock: Moc
     assert not pacer.seal(0)  # slot 3 lies beyond: this one ends as void, and so do those in between
     assert pacer.total == 4
     assert await acquired(pacer) == [1, 2]
+
+
+async def test_the_data_may_end_before_slots_that_are_open_have_come_up_again(autojump_clock: MockClock) -> None:
+    pacer = Pacer(2, 9, None, 1, 1)
+    pacer.restore({0: 1, 1: 0, 2: 0}, ())
+    assert await pacer.acquire() == 0
+    assert not pacer.seal(0)  # it had lost its task, and there is none for it: it is void, the others are played
+    assert pacer.total == 3
+    assert await acquired(pacer) == [1, 2]

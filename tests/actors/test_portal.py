@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from trouper.actors import portal as module
 from trouper.actors.portal import AsyncioPortal
@@ -169,13 +170,50 @@ async def test_a_loop_that_is_stuck_is_left_behind_in_a_daemon_thread(monkeypatc
             nursery.start_soon(portal.call, block)
         await until(lambda: stuck)
         nursery.cancel_scope.cancel()
-    assert portal.abandoned == 3
+    assert portal.abandoned == 1  # the others never began
     await portal.close()
     assert stuck[0].daemon
     release.set()
     await until(lambda: portal.abandoned == 0)
     await until(lambda: not stuck[0].is_alive())
     assert len(stuck) == 1
+
+
+async def test_a_loop_that_is_stuck_is_named_and_replaced_and_what_waits_for_it_fails(
+    portal, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(module, "CANCEL_GRACE", 0.01)
+    release, stuck, errors, went_on = threading.Event(), [], [], []
+
+    async def block() -> None:
+        stuck.append(True)
+        release.wait()
+
+    async def innocent() -> None:
+        await asyncio.Event().wait()
+        went_on.append(True)
+
+    async def waits() -> None:
+        with pytest.raises(
+            RuntimeError, match=r"its asyncio loop was blocked by .*block at .*test_portal\.py"
+        ) as caught:
+            await portal.call(innocent)
+        errors.append(caught.value)
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(waits)
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.move_on_after(0.05):
+                await portal.call(block)
+        assert len(errors) == 2
+        assert "block at" in caplog.text
+        assert portal.abandoned == 1
+        assert await portal.call(lambda: asyncio.sleep(0, 7)) == 7
+        release.set()
+        await until(lambda: portal.abandoned == 0)
+    assert went_on == []
 
 
 async def test_a_loop_that_died_is_replaced(portal) -> None:

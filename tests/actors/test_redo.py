@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from trouper.actors.config_file import parse_config
 from trouper.actors.ledger import Replay, SlotDraw
-from trouper.actors.redo import Resumed, resume
+from trouper.actors.redo import Resumed, begin, resume
 from trouper.actors.source import SourcePosition
 from trouper.channels import Group
 
@@ -86,6 +87,9 @@ def test_what_lies_beyond_fewer_steps_is_left_alone(group) -> None:
     assert [each.slot for each in found.groups] == [2]
     assert [each.slot for each in found.position.open] == [2, 3]
     assert found.forgotten == ()
+    # Under another configuration what lies beyond is as useless as the rest, and must not be trusted later.
+    changed = resumed(None, replayed([group(2, 1), group(4, 2)]), first_step=1, max_steps=2, redo=False)
+    assert ([each.slot for each in changed.groups], changed.forgotten) == ([2], (4,))
     assert resumed(None, replay, first_step=1, max_steps=1).position.open == ()
 
 
@@ -95,3 +99,20 @@ def test_void_slots_stay_void() -> None:
     assert [(each.slot, each.void) for each in found.groups] == [(1, "end_of_data")]
     assert found.position.open == (SlotDraw(1, -1, 0),)
     assert found.position.used == ()
+
+
+def test_kept_groups_have_the_advantages_of_the_configuration_as_it_is_now(ledger, episode) -> None:
+    members = tuple(episode(0, member, reward) for member, reward in enumerate([1.0, 0.0, 0.0, 0.0]))
+    ledger.complete(Group(0, 0, members, np.array([1.7, -0.6, -0.6, -0.6], np.float32)))
+    ledger.sync()
+    config = parse_config(
+        {
+            "tasks": {"source": "a:b"},
+            "model": {"source": "m"},
+            "train": {"advantage_estimator": "dr_grpo", "scale_rewards": "none"},
+        }
+    )
+    (as_it_was,) = begin(ledger, None, config, life=2, step=0, redo=True).groups
+    (anew,) = begin(ledger, None, config, life=3, step=0, redo=False).groups
+    assert as_it_was.advantages == pytest.approx([1.7, -0.6, -0.6, -0.6])
+    assert anew.advantages == pytest.approx([0.75, -0.25, -0.25, -0.25])

@@ -166,7 +166,7 @@ async def test_an_infinite_reward_is_refused_and_leaves_its_group_something_to_l
     given: list[float] = []
 
     async def boundless(task: Task, messages: tuple[Message, ...], text: str) -> float:
-        given.append(float("inf") if len(given) % 5 == 0 else len(given) % 7)
+        given.append(float("inf") if len(given) % 5 == 0 else len(given))
         return given[-1]
 
     played = await play(rewards=Rewards({"boundless": boundless}, (1.0,)))()

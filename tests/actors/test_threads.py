@@ -1,6 +1,7 @@
 """Real threads in real time: what they wait for is an event that the test sets."""
 
 import asyncio
+import contextvars
 import functools
 import threading
 from functools import partial
@@ -10,6 +11,7 @@ import trio
 import trio.testing
 
 from trouper.actors import portal
+from trouper.actors.aside import stuck
 from trouper.actors.threads import Threads, as_failure
 from trouper.channels import RunError
 
@@ -93,8 +95,10 @@ async def fails(error: BaseException) -> None:
 
 @pytest.mark.parametrize("library", ["trio", "asyncio"])
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("error", [Panic("at src/lib.rs:1"), asyncio.CancelledError("at src/lib.rs:1")])
-async def test_what_is_neither_an_exception_nor_an_interrupt_is_the_codes_failure(library, plain, error) -> None:
+@pytest.mark.parametrize("kind", [Panic, asyncio.CancelledError, SystemExit, GeneratorExit])
+async def test_what_is_neither_an_exception_nor_an_interrupt_is_the_codes_failure(library, plain, kind) -> None:
+    error = kind("at src/lib.rs:1")
+
     def fail() -> None:
         raise error
 
@@ -103,6 +107,57 @@ async def test_what_is_neither_an_exception_nor_an_interrupt_is_the_codes_failur
         await threads.call(fail if plain else partial(fails, error))
     assert caught.value.__cause__ is error
     await threads.close()
+
+
+@pytest.mark.parametrize(("library", "plain"), [("trio", True), ("asyncio", True), ("asyncio", False)])
+async def test_an_interrupt_off_the_main_thread_is_the_codes_failure(library, plain) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    threads = Threads(1, 0, "thread", library)
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        await threads.call(fail if plain else partial(fails, KeyboardInterrupt()))
+    await threads.close()
+
+
+async def test_a_task_that_does_not_end_is_left_behind_counted_and_bounded(autojump_clock) -> None:
+    threads, release = Threads(1, 0, "thread"), trio.Event()
+
+    async def hang() -> None:
+        with trio.CancelScope(shield=True):
+            await release.wait()
+
+    with trio.move_on_after(5.0) as scope, pytest.raises(BaseExceptionGroup) as caught:
+        await threads.aside(hang, lambda: 3.0, "the test")
+    assert trio.current_time() == 8.0
+    assert scope.cancel_called
+    assert "the test, at " in str(caught.value.exceptions[0])
+    assert "hang (test_threads.py:" in str(caught.value.exceptions[0])
+    assert threads.abandoned == 1
+    with pytest.raises(RunError, match=r"1 calls .* allows 0"):
+        await threads.aside(hang, lambda: 3.0)
+    release.set()
+    assert await stuck(10.0) == []
+    assert threads.abandoned == 0
+
+
+async def test_a_task_aside_is_its_callers_in_all_other_ways(autojump_clock) -> None:
+    name = contextvars.ContextVar("name", default="nobody")
+    name.set("caller")
+    threads = Threads(1, 0, "thread")
+
+    async def answer() -> tuple[str, bool]:
+        await trio.sleep(1.0)
+        return name.get(), trio.lowlevel.currently_ki_protected()
+
+    assert await threads.aside(answer, lambda: 1.0) == ("caller", False)
+    error = ValueError("env 42")
+    with pytest.raises(ValueError, match="env 42") as caught:
+        await threads.aside(partial(fails, error), lambda: 1.0)
+    assert caught.value is error
+    with trio.move_on_after(1.0) as scope:
+        await threads.aside(trio.sleep_forever, lambda: 1.0)
+    assert scope.cancelled_caught
 
 
 def test_a_group_keeps_its_interrupts_and_exceptions() -> None:

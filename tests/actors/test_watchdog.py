@@ -38,11 +38,12 @@ async def collect(inbox: Receiver[int]) -> None:
 
 
 def fed_by(function: Callable[..., Awaitable[None]], notes: Notes, **given: Any) -> Graph:
-    """An actor whose consumer waits for it: that alone is a wait on a channel."""
+    """An actor whose consumer waits for it: that alone is a wait on a channel. Replies come from the consumer."""
     graph = notes.graph()
     numbers = graph.channel("numbers", int, capacity=1)
     graph.actor("producer", function, outbox=numbers, restart=NEVER, **given)
     graph.actor("consumer", collect, inbox=numbers, restart=NEVER)
+    graph.link("consumer", "producer", "replies")
     return graph
 
 
@@ -176,7 +177,7 @@ async def test_equal_waits_are_folded_and_inner_tasks_belong_to_their_actor(auto
 
     report = await stall(fed_by(slots, Notes()), 63.0 + FOUND)
     assert "  producer: 64 tasks waiting at test_equal_waits_are_folded" in report
-    assert "for a reply\n" in report
+    assert "for a reply; waits for: consumer\n" in report
 
 
 async def test_who_can_stop_is_asked_to_before_all_are_cancelled(autojump_clock: Any) -> None:
@@ -200,6 +201,7 @@ async def test_who_can_stop_is_asked_to_before_all_are_cancelled(autojump_clock:
     numbers = graph.channel("numbers", int, capacity=1)
     graph.actor("deaf", deaf, outbox=numbers, restart=NEVER, grace=float("inf"))
     graph.actor("saves", saves, inbox=numbers, restart=NEVER, grace=float("inf"))
+    graph.link("saves", "deaf", "replies")
     await stall(graph, 200.0)
     assert done == ["saved", "deaf was cancelled"]
 
@@ -216,13 +218,18 @@ async def test_what_actors_raise_while_they_end_is_the_cause(autojump_clock: Any
     assert "in its own way" in repr(stalled.value.__cause__)
 
 
-async def test_an_event_that_a_thread_may_set_is_reported_once_and_ends_nothing(autojump_clock: Any) -> None:
+@pytest.mark.parametrize("what", [trio.Event, Reply])
+async def test_an_event_that_a_thread_may_set_is_reported_once_and_ends_nothing(autojump_clock: Any, what: Any) -> None:
     async def wait(outbox: Sender[int]) -> None:
-        await trio.Event().wait()
+        await what().wait()
 
     notes = Notes()
     with trio.move_on_after(1000.0) as still_running:
-        await fed_by(wait, notes).run()
+        graph = notes.graph()
+        numbers = graph.channel("numbers", int, capacity=1)
+        graph.actor("producer", wait, outbox=numbers, restart=NEVER)
+        graph.actor("consumer", collect, inbox=numbers, restart=NEVER)
+        await graph.run()
     assert still_running.cancelled_caught
     assert len(notes) == 1
     assert notes[0].startswith("graph 'graph' may be stalled: ")

@@ -353,3 +353,20 @@ def test_closing_leaves_no_thread_behind(tmp_path):
     assert not any(thread.is_alive() for thread in left)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert checkpoints.latest() == 1
+
+
+def test_a_score_may_come_after_the_checkpoint_and_survives_a_resume(tmp_path):
+    limits = {"max_to_keep": 1, "keep_best": 1}
+    with Checkpoints(tmp_path, **limits) as checkpoints:
+        checkpoints.save(1, tree(), {})
+        checkpoints.wait()
+        checkpoints.rate(1, 0.9)
+        checkpoints.rate(7, 2.0)  # is not there
+        checkpoints.save(2, tree(), {})
+        checkpoints.wait()
+        checkpoints.rate(2, math.nan)
+    assert scored(tmp_path, {3: None}, **limits) == [1, 3]
+    with Checkpoints(tmp_path, **limits) as checkpoints:
+        checkpoints.rate(3, 1.0)
+    assert scored(tmp_path, {4: 0.0}, **limits) == [3, 4]
+    assert Checkpoints(tmp_path).restore(3, tree())[1] == {"at": 3}

@@ -11,7 +11,7 @@ from flax import nnx
 
 from trouper.channels import NumericsError, SamplerError, Sampling, Turn
 from trouper.learner.decoder import Decoder
-from trouper.learner.engine import Engine, Request
+from trouper.learner.engine import Engine, RecompileWarning, Request
 from trouper.learner.model_config import ModelConfig
 from trouper.learner.request import joined, rest
 
@@ -478,7 +478,7 @@ def test_nothing_is_left_of_a_request_whose_limit_or_stop_id_was_sampled() -> No
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_an_aborted_generation_goes_on_under_new_weights(kv: Literal["keep", "recompute"]) -> None:
     """As in flight: the first tokens are the old weights', the others the new ones'; `recompute` keeps no key."""
-    built, prompt = engine(chunk=2), list(range(12))
+    built, prompt = engine(chunk=2, prefill_tokens=16), list(range(12))
     weights = iter([(W1, (0, 1)), (W0, (2, 0))])
     turn = aborted(built, request(0, prompt, 6), 1, swap=lambda: built.swap(*next(weights), kv))
     assert turn.versions.tolist() == [0, 0, 1, 1, 0, 0]
@@ -540,7 +540,7 @@ def test_after_new_weights_a_prompt_is_answered_as_by_a_fresh_engine(
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_new_weights_in_flight_are_stamped_token_by_token(kv: Literal["keep", "recompute"]) -> None:
-    built, prompt = engine(chunk=2), list(range(12))
+    built, prompt = engine(chunk=2, prefill_tokens=16), list(range(12))
     for member in range(2):
         built.submit(request(member, prompt, 4, seed=member))
     built.step()
@@ -563,7 +563,7 @@ def test_new_weights_in_flight_are_stamped_token_by_token(kv: Literal["keep", "r
 
 def test_kept_keys_are_those_of_the_old_weights() -> None:
     """`keep` really keeps: the second half differs from both weights' full forward pass."""
-    built, prompt = engine(chunk=2), list(range(12))
+    built, prompt = engine(chunk=2, prefill_tokens=16), list(range(12))
     built.submit(request(0, prompt, 4))
     built.step()
     built.swap(W1, (0, 1), "keep")
@@ -615,6 +615,24 @@ def test_kept_keys_do_not_survive_into_another_life_or_a_repeated_version() -> N
         same(finish(built)[1], alone(asked, weights=W1))
 
 
+def test_conversations_go_on_through_buckets_evictions_and_new_weights() -> None:
+    built = engine(slots=2, kv_buckets=(8, 16, 32))
+    contexts = {conversation: [conversation + 1, 2, 3] for conversation in range(3)}
+    for step, weights in enumerate((W0, W1, W0, W1)):
+        if step:
+            built.swap(weights, (0, step), "recompute")
+        for conversation, context in contexts.items():
+            asked = request(10 * step + conversation, context, 6, conversation=conversation, seed=conversation)
+            built.submit(asked)
+        turns = finish(built)
+        for conversation, context in contexts.items():
+            turn = turns[10 * step + conversation]
+            same(turn, alone(request(0, context, 6, seed=conversation), weights=weights, kv_buckets=()))
+            assert turn.versions.tolist() == [step] * 6
+            contexts[conversation] = [*context, *turn.tokens.tolist(), 9, 8, 7]
+    assert built.statistics.evictions > 0
+
+
 def test_weights_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     built = engine(version=(2, 7))
     leaves = jax.tree.leaves(W1)
@@ -646,8 +664,8 @@ def test_weights_that_overflow_end_the_run_by_name() -> None:
 @pytest.mark.slow
 def test_nothing_compiles_after_the_warm_up(compilations: list[str]) -> None:
     copied, placed = jax.tree.map(jnp.copy, W1), jax.device_put(W0, jax.devices()[0])
-    built = engine(slots=3, length=40, chunk=5, kv_buckets=(16,))
-    built.warm_up(restricted=True)
+    built = engine(slots=3, length=40, chunk=5, kv_buckets=(16,), restricted=True)
+    built.warm_up()
     shapes = built.statistics.compiled_shapes
     assert len(compilations) >= shapes == 2 * (2 + 1 + 2)
     compilations.clear()
@@ -664,6 +682,25 @@ def test_nothing_compiles_after_the_warm_up(compilations: list[str]) -> None:
     finish(built)
     assert built.statistics.compiled_shapes == shapes
     assert compilations == []
+
+
+def test_a_shape_that_was_not_declared_is_named_once_and_counted() -> None:
+    built = engine()
+    asked = [request(id, [1, 2, 3], 4, sampling=Sampling(top_k=id + 1)) for id in range(2)]
+    built.submit(asked[0])
+    finish(built)
+    assert built.statistics.late_shapes == 0, "nothing is late before the warm-up"
+    built = engine()
+    built.warm_up()
+    shapes = built.statistics.compiled_shapes
+    built.submit(asked[0])
+    with pytest.warns(RecompileWarning, match=r"\('decode', 16, 'restricted'\) .* while 1 requests wait"):
+        turns = finish(built)
+    built.submit(asked[1])  # warnings are errors here: a second one would be raised
+    turns |= finish(built)
+    assert (built.statistics.late_shapes, built.statistics.compiled_shapes) == (1, shapes + 1)
+    for one in asked:
+        same(turns[one.id], alone(one))
 
 
 def test_warming_up_changes_nothing_that_is_cached() -> None:

@@ -19,13 +19,13 @@ Cell = tuple[int, int]
 class Device:
     """Cells instead of keys and values, and a sampler that repeats 1, 2, 3, ..."""
 
-    def __init__(self, slots: int, length: int, rows: tuple[int, ...] = (2, 4), width: int = 4) -> None:
+    def __init__(self, slots: int, length: int, rows: int = 4, widths: tuple[int, ...] = (1, 4)) -> None:
         self.slots = Slots(slots, length)
         self.cells: list[list[Cell | None]] = [[None] * length for _ in range(slots)]
         self.waiting: deque[Request] = deque()
         self.turns: dict[int, Turn] = {}
         self.version = (0, 0)
-        self.rows, self.width = rows, width
+        self.rows, self.widths = rows, widths
         self.filled: list[dict[int, int]] = []
         self.copied: list[Copy] = []
 
@@ -65,12 +65,12 @@ class Device:
         assert all(cell and cell[1] == self.version[1] for cell in self.cells[slot][:length])
 
     def _fill(self) -> None:
-        fill = self.slots.fill(self.rows, self.width)
+        fill = self.slots.fill(self.rows, self.widths)
         self.filled.append({})
         if fill is None:
             return
-        assert fill.tokens.shape == (len(fill.slots), self.width)
-        assert len(fill.slots) in self.rows
+        assert len(fill.slots) == len(fill.tokens) == self.rows
+        assert fill.tokens.shape[1] in self.widths
         written = 0
         for slot, tokens, positions in zip(fill.slots, fill.tokens, fill.positions, strict=True):
             for token, position in zip(tokens, positions, strict=True):
@@ -142,7 +142,7 @@ def test_members_of_a_group_share_one_prefill() -> None:
 
 
 def test_members_with_different_tails_fill_only_their_tails() -> None:
-    device = Device(3, 40, rows=(8,))
+    device = Device(3, 40, rows=8)
     for member in range(3):
         device.submit(member, member, [*range(20), 30 + member, 31 + member])
     device.step()
@@ -165,7 +165,7 @@ def test_a_conversation_appends_to_what_is_cached() -> None:
 
 
 def test_a_long_context_does_not_hold_up_short_ones() -> None:
-    device = Device(3, 64, rows=(3,), width=4)
+    device = Device(3, 64, rows=3, widths=(4,))
     device.submit(0, 0, range(40))
     device.submit(1, 1, [50, 51, 52])
     device.submit(2, 2, [60, 61, 62])
@@ -174,6 +174,19 @@ def test_a_long_context_does_not_hold_up_short_ones() -> None:
     device.step()
     assert device.filled[1] == {0: 12}, "rows that nobody else needs go to the long one"
     device.finish()
+
+
+def test_a_call_is_as_narrow_as_what_waits() -> None:
+    """A call costs what its shape costs: the wide one is made where at least half as full as the narrow one."""
+    for lengths, width, count in [([5] * 4, 4, 16), ([33], 16, 32), ([32], 4, 16), ([5, 40, 3], 16, 4 + 32 + 2)]:
+        slots = Slots(4, 64)
+        for id, n in enumerate(lengths):
+            admission = slots.admit(Request(id, id, np.full(n, id, np.int32), 3), (0, 0))
+            assert admission is not None
+        fill = slots.fill(4, (4, 16))
+        assert fill is not None
+        assert (fill.tokens.shape, fill.count) == ((4, width), count), lengths
+        assert np.count_nonzero(fill.positions < 64) == count
 
 
 def test_the_conversation_used_longest_ago_makes_room() -> None:
@@ -233,7 +246,7 @@ def test_a_released_conversation_still_serves_as_a_prefix() -> None:
 
 
 def test_followers_of_a_cancelled_leader_go_on_alone() -> None:
-    device = Device(3, 64, rows=(1,), width=4)
+    device = Device(3, 64, rows=1, widths=(4,))
     for member in range(3):
         device.submit(member, member, range(30))
     for _ in range(3):
@@ -261,7 +274,7 @@ def test_kept_keys_are_continued_by_their_own_conversation_alone() -> None:
 
 
 def test_who_waits_for_a_prefix_does_not_take_it_from_older_weights() -> None:
-    device = Device(2, 64, rows=(1,), width=4)
+    device = Device(2, 64, rows=1, widths=(4,))
     for member in range(2):
         device.submit(member, member, range(30))
     device.step()
@@ -305,7 +318,7 @@ def test_recompute_drops_idle_conversations_and_fills_running_ones_again() -> No
 
 
 def test_a_running_slot_tells_what_it_has_sampled_so_far() -> None:
-    device = Device(2, 64, rows=(1,), width=4)
+    device = Device(2, 64, rows=1, widths=(4,))
     device.submit(0, 0, range(10), max_tokens=8)
     device.step()
     slot = int(device.slots.running()[0])
@@ -329,7 +342,7 @@ def test_a_running_slot_tells_what_it_has_sampled_so_far() -> None:
 def test_any_workload_is_served_and_never_from_a_wrong_prefix(data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, 5))
     device = Device(
-        slots, 48, rows=data.draw(st.sampled_from([(1,), (1, 3), (2, 8)])), width=data.draw(st.integers(1, 6))
+        slots, 48, rows=data.draw(st.sampled_from([1, 3, 8])), widths=data.draw(st.sampled_from([(1, 4), (2, 6), (5,)]))
     )
     contexts: dict[int, list[int]] = {}
     running: dict[int, int] = {}

@@ -9,6 +9,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import trouper.learner.step as step_module
 from trouper.channels import CheckpointError, ConfigError, ModelError, NumericsError
 from trouper.learner.advantage import group_advantages
 from trouper.learner.batch import BatchConfig
@@ -174,6 +175,52 @@ def test_members_of_two_groups_in_any_order_keep_their_own_advantages(make_decod
         learner = make_learner(decoder, batch=BatchConfig(row_tokens=16, micro_batch_size=size))
         _, found, _ = gradient_of(learner, [[groups[i]] for i in order])
         assert np.linalg.norm(found - gradient) <= 1e-5 * np.linalg.norm(gradient)
+
+
+def test_pieces_of_the_vocabulary_head_change_no_gradient_and_no_log_prob(
+    make_decoder, random_groups, row_logprobs, monkeypatch
+):
+    """Pieces of 5 trained tokens: the last overlaps the one before, rows end in different pieces, some are empty."""
+    monkeypatch.setattr(step_module, "HEAD_TOKENS", 5)
+    monkeypatch.setattr(step_module, "HEAD_ROW_TOKENS", 5)
+    for tied in (True, False):
+        decoder, reference = (make_decoder(seed, tie_word_embeddings=tied) for seed in (0, 1))
+        config, groups = LossConfig(beta=0.2, rollout_is="token"), random_groups(5)
+        expected, gradient = plain_gradient(decoder, groups, config, row_logprobs, reference=reference)
+        for size in (1, 3):
+            batch = BatchConfig(row_tokens=48, micro_batch_size=size, trained_tokens=28)
+            learner = make_learner(decoder, loss=config, batch=batch, reference=jax.tree.leaves(nnx.state(reference)))
+            loss, found, metrics = gradient_of(learner, [[group] for group in groups])
+            assert loss == pytest.approx(expected, rel=1e-5)
+            assert np.linalg.norm(found - gradient) <= 1e-5 * np.linalg.norm(gradient)
+            assert metrics["entropy"] > 0
+
+
+def test_shared_padded_and_packed_rows_have_one_gradient_over_several_blocks_of_queries(
+    make_decoder, make_row, make_group
+):
+    """Rows of hundreds of tokens, members of different length, several turns, and one that forks off the prompt."""
+    rng = np.random.default_rng(0)
+
+    def ids(count):
+        return [int(i) for i in rng.integers(0, 32, count)]
+
+    prompt = ids(150)
+    members = [[make_row(prompt, ids(length), ids(9), ids(length // 2))] for length in (31, 60, 5)]
+    members.append([make_row(prompt, ids(40)), make_row(prompt[:100] + ids(12), ids(20), ids(3), ids(7))])
+    group = make_group(0, members, [0.7, -1.1, 0.4, 0.2])
+    gradients = []
+    for batch in (
+        BatchConfig(row_tokens=260, micro_batch_size=5, share_prefix=False),
+        BatchConfig(row_tokens=700, share_prefix=False),
+        BatchConfig(row_tokens=700),
+    ):
+        learner = make_learner(make_decoder(num_hidden_layers=2), batch=batch)
+        gradients.append(gradient_of(learner, [[group]])[1])
+    padded, *others = gradients
+    assert np.linalg.norm(padded) > 0.1
+    for found in others:
+        assert np.linalg.norm(found - padded) <= 1e-5 * np.linalg.norm(padded)
 
 
 def test_an_episode_of_three_rows_weighs_as_one_under_sequence_mean(make_decoder, make_row, make_group, row_logprobs):

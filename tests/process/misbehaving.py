@@ -51,6 +51,15 @@ def exit_at_once() -> None:
     os._exit(3)
 
 
+def raise_in_a_circle() -> None:
+    error = OSError("env 42")
+    raise error from error
+
+
+def ask_for_a_loop() -> None:
+    asyncio.get_running_loop()
+
+
 def exit_politely() -> None:
     sys.exit(4)
 

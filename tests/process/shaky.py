@@ -6,6 +6,8 @@ import random
 import signal
 import time
 
+import trio
+
 from trouper.channels import Task
 from trouper.envs import StepResult
 from trouper.envs.guess import Guess
@@ -101,3 +103,16 @@ class HostileGuess(Guess):
         """End, or not."""
         if random.random() < 0.5:
             self.misbehave(random.randrange(2))
+
+
+class DeafGuess(Guess):
+    """Waits once, in a way that nobody can cancel."""
+
+    waited = False
+
+    async def step(self, action: str) -> StepResult:
+        """Wait a day, or compare a guess with the secret."""
+        if not DeafGuess.waited:
+            DeafGuess.waited = True
+            await trio.to_thread.run_sync(time.sleep, 86400.0)
+        return super().step(action)

@@ -7,7 +7,7 @@ import pytest
 
 from trouper.actors.cli import main, report
 from trouper.actors.config_file import load_config
-from trouper.channels import ConfigError, HopelessRun, RestartLimit
+from trouper.channels import ConfigError, HopelessRun, RestartLimit, RunError
 
 CONFIG = """\
 [run]
@@ -208,6 +208,13 @@ class TestReport:
         assert report(group) == 1
         err = capsys.readouterr().err
         assert err == "trouper: trainer was restarted 3 times in 60 s\n  because of OSError: disk full\n"
+
+    def test_causes_that_go_in_a_circle_are_told_once(self, capsys):
+        first, second = OSError("disk full"), RunError("the run ended")
+        first.__cause__, second.__cause__ = second, first
+        assert report(second) == 1
+        expected = "trouper: the run ended\n  because of OSError: disk full\n"
+        assert capsys.readouterr().err == expected
 
     def test_a_bug_comes_with_its_traceback(self, capsys):
         assert report(ExceptionGroup("children", [KeyError("slot")])) == 1

@@ -153,7 +153,14 @@ async def test_a_failure_brings_the_traceback_of_code_that_is_not_ours() -> None
 
 @pytest.mark.parametrize("where", ["create", "reset", "step", "tool", "reward"])
 @pytest.mark.parametrize(
-    ("how", "kind", "words"), [("raise_", "env_error", "OSError: env 42"), ("hang", "env_timeout", "")]
+    ("how", "kind", "words"),
+    [
+        ("raise_", "env_error", "OSError: env 42"),
+        ("raise_in_a_circle", "env_error", "OSError: env 42"),
+        ("exit_politely", "env_error", "RuntimeError: SystemExit: 4"),
+        ("ask_for_a_loop", "env_error", 'needs environment.async_library = "asyncio"'),
+        ("hang", "env_timeout", ""),
+    ],
 )
 async def test_a_call_that_fails_costs_the_attempt(mark: str, where: str, how: str, kind: str, words: str) -> None:
     limit = {"tool": "step"}.get(where, where) + "_timeout"
@@ -168,7 +175,6 @@ async def test_a_call_that_fails_costs_the_attempt(mark: str, where: str, how: s
     [
         ("segfault", {}, "Misbehaving died in step 1: signal SIGSEGV; last output: the last thing it said"),
         ("exit_at_once", {}, "Misbehaving died in step 1: exit code 3; last output: the last thing it said"),
-        ("exit_politely", {}, "exit code 4"),
         ("kill_itself", {}, "signal SIGKILL"),
         ("kill_its_group", {}, "signal SIGKILL"),
         ("daemonize_and_die", {}, "exit code 5"),

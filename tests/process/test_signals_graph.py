@@ -3,11 +3,13 @@
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 PROGRAM = """
 import sys
+import time
 import trio
 from trouper.actors.graph import Graph
 from trouper.actors.run import run
@@ -15,11 +17,16 @@ from trouper.actors.supervisor import NEVER
 
 async def polite(stop: trio.Event) -> None:
     print("up", flush=True)
+    if sys.argv[1] == "never listens":
+        print("busy", flush=True)
+        time.sleep(1000)
     await stop.wait()
     print("stopping", flush=True)
     if sys.argv[1] == "deaf":
         with trio.CancelScope(shield=True):
             await trio.sleep_forever()
+    if sys.argv[1] == "blocked":
+        time.sleep(1000)
     if sys.argv[1] == "slow":
         try:
             await trio.sleep_forever()
@@ -70,11 +77,22 @@ def test_two_signals_cancel() -> None:
     assert end(process) == (143, "cancelled\n", "")
 
 
-def test_after_two_signals_the_third_is_pythons_own() -> None:
-    process = start("deaf")
+@pytest.mark.parametrize("manner", ["deaf", "blocked", "never listens"])
+def test_what_does_not_end_when_it_is_cancelled_ends_with_the_process(manner: str) -> None:
+    process = start(manner)
+    if manner == "never listens":
+        expect(process, "busy")
     process.send_signal(signal.SIGINT)
-    expect(process, "stopping")
-    # The second one is taken by the program's loop in its own time, until then a further one counts for nothing.
-    while process.poll() is None:
+    if manner != "never listens":
+        expect(process, "stopping")
+    process.send_signal(signal.SIGTERM)
+    code, _, err = end(process)
+    assert (code, "leaving it" in err) == (130, True)
+
+
+def test_the_third_signal_ends_at_once() -> None:
+    process = start("deaf")
+    for _ in range(3):
         process.send_signal(signal.SIGTERM)
-    assert end(process)[0] == -signal.SIGTERM
+        time.sleep(0.05)  # signals of one kind that come together are one
+    assert end(process)[0] == 143
