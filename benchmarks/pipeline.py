@@ -224,7 +224,8 @@ def main() -> int:
             rows.append([law, setting, *found.values()])
     columns = ["latency", "setting", *list(figures[0])[2:]]
     reporting.show(f"{GROUPS} prompts x {MEMBERS} members x {TURNS} turns, tool {given.latency:g} s", columns, rows)
-    reporting.record("pipeline", {"latency": given.latency, "steps": steps, "rows": figures})
+    if not given.quick:
+        reporting.record("pipeline", {"latency": given.latency, "steps": steps, "rows": figures})
     print(f"\n{time.perf_counter() - started:.0f} s")
     return 0
 

@@ -54,7 +54,8 @@ def main() -> int:
     rows = [["cold", reporting.spread(cold)], ["warm", reporting.spread(warm)]]
     reporting.show("seconds from the command to the first optimizer step of guess", ["start", "seconds"], rows)
     print(f"\nwarm / cold {reporting.median_ratio(warm, cold):.2f}")
-    reporting.record("startup", {"cold": cold, "warm": warm})
+    if not given.quick:
+        reporting.record("startup", {"cold": cold, "warm": warm})
     return 0
 
 
