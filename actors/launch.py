@@ -266,7 +266,7 @@ async def run(
         ledger = held.enter_context(closing(Ledger(directory.ledger)))
         # The log may be gone, the checkpoint may be of an earlier life than the log tells of.
         step, life = (resumed.step, max(directory.lives(), resumed.life + 1)) if resumed else (0, directory.lives())
-        if resume and resumed is None and (told := read_metrics(directory.metrics)):
+        if resumed is None and directory.metrics.exists() and (told := read_metrics(directory.metrics)):
             notes.append(
                 f"no checkpoint was found in {directory.checkpoints}: the run begins again at step 0, and its "
                 f"{max(told)} steps are done again; stop it now if the checkpoints only lie elsewhere"

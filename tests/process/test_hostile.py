@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.process.running import GROUPS, STEPS, finish, marked, trained
+from tests.process.running import GROUPS, finish, marked, trained
 from trouper.actors.metrics import read_metrics
 
+STEPS = 10
 OPTIONS = [
     "environment.name=shaky:HostileGuess",
     *(f"environment.{call}_timeout=0.5" for call in ("reset", "step", "reward", "close")),
@@ -12,6 +13,7 @@ OPTIONS = [
     "environment.restart_backoff=0.0",
     "environment.max_abandoned_threads=64",
     "rollout.max_attempts=8",
+    f"train.max_steps={STEPS}",
     "rollout.max_lost_fraction=1.0",
 ]
 

@@ -8,7 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.process.running import DEADLINE, STEPS, finish, lines, started, trained, wait_for
+from trouper.actors.config_file import load_config
 from trouper.actors.metrics import read_metrics
+from trouper.actors.run_directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def uninterrupted(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_a_stopped_run_goes_on_without_skipping_or_doubling_a_slot(folder, uninterrupted, seed):
     chance = random.Random(seed)
     number = chance.choice([signal.SIGINT, signal.SIGTERM])
@@ -69,3 +71,17 @@ def test_an_export_opens_as_a_model(folder, uninterrupted):
 
     assert export(folder / "whole", folder / "exported") == STEPS
     assert load_model(folder / "exported").config.hidden_size == 16
+
+
+@pytest.mark.slow
+def test_a_run_that_has_hardly_begun_goes_on_and_one_that_lost_its_checkpoints_says_so(folder):
+    run = folder / "hardly-begun"
+    with RunDirectory(run) as directory:
+        directory.create(load_config(folder / "tiny.toml", ["train.max_steps=5"]))
+    finish(folder, run, "train.max_steps=5", "--resume")
+    assert list(read_metrics(run / "metrics.jsonl")) == [1, 2, 3, 4, 5]
+    shutil.rmtree(run / "checkpoints")
+    finish(folder, run, "train.max_steps=5", "--resume")
+    log = (run / "log.txt").read_text()
+    assert "the run begins again at step 0, and its 5 steps are done again" in log
+    assert all(record["life"] == 1 for record in read_metrics(run / "metrics.jsonl").values())
