@@ -315,7 +315,7 @@ async def run(
         stopped_by = await attend(standard.graph)
         rate_checkpoints(checkpoints, recorder, config.checkpoint.best_metric)  # the last evaluation ends last
         if stopped_by is not None:
-            recorder.note(f"stopped by {stopped_by.name} after step {standard.life.trainer.step}; --resume goes on")
+            recorder.note(f"stopped by {stopped_by.name} after step {standard.step}; --resume goes on")
     return 0 if stopped_by is None else STOPPED + stopped_by
 
 

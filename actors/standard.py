@@ -140,6 +140,11 @@ class StandardRun:
         self._last_gauges: dict[str, float] = {}
         self.graph = (wire or standard_graph)(self)
 
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.life.trainer.step if self._next is None else self._next[0].step
+
     # The learning domain: whatever fails in it, all of it begins again with the trainer ------------------------
 
     async def train(

@@ -1,5 +1,6 @@
 """Lives of the learning: whatever ends one, the process or a failure in it, nothing is lost or trained twice."""
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -219,3 +220,11 @@ async def test_late_weights_of_a_life_that_failed_admit_nothing_in_the_next(auto
 
 def rows(played: Any) -> list[tuple[int, Any]]:
     return [(step, row) for step, group in played.groups for episode in group.episodes for row in episode.rows]
+
+
+async def test_a_stop_while_the_sampler_compiles_finds_no_life_and_no_step(autojump_clock, play) -> None:
+    slow = partial(SimulatedAccelerator, seconds=lambda call: 60.0 if call == "warm_up" else 0.1)
+    played = await play(make_accelerator=slow, stop_at=1.0)()
+    assert (played.run.step, played.groups, played.checkpoints.saved) == (0, [], {})
+    resumed = await play(resume=played)()
+    assert resumed.run.step == 4
