@@ -171,3 +171,18 @@ async def test_void_slots_pass_through_in_their_place(autojump_clock, ledger, ep
     )
     assert [(group.slot, group.void) for group in groups] == [(1, "end_of_data"), (0, None), (2, None)]
     assert pacer.closed == 3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rows", "advantages"),
+    [([1.0, 0.0], [3, 1], [0.5, -0.5]), ([1.0, 0.0, 0.0, 1.0], [3, 1, 1, 2], [0.5, -0.5, -0.5, 0.5])],
+)
+async def test_an_episode_of_several_rows_counts_once(
+    autojump_clock, ledger, episode, rewards, rows, advantages
+) -> None:
+    members = [
+        episode(0, member, reward, rows=episode(0, member, reward).rows * count)
+        for member, (reward, count) in enumerate(zip(rewards, rows, strict=True))
+    ]
+    (group,), _, _ = await grouped(ledger, members, slots=1, members=len(rewards))
+    assert group.advantages.tolist() == advantages
