@@ -44,7 +44,7 @@ class KilledRun:
         chance, resume = random.Random(seed), []
         for number in range(times):
             started = time.monotonic()
-            if self.kill_after(None if number % 5 == 4 else chance.uniform(0.0, 4.0), *options, *resume):
+            if self.kill_after(None if number % 5 == 4 else chance.uniform(0.0, 2.0), *options, *resume):
                 return None
             print(f"killed after {time.monotonic() - started:.2f} s at step {lines(self.run / 'metrics.jsonl')}")
             resume = ["--resume"] if (self.run / "config.toml").exists() else []
@@ -96,14 +96,14 @@ class KilledRun:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_trains_what_one_long_life_trains(folder, kills, monkeypatch):
-    steps = 40 + 40 * kills
+    steps = 40 + 50 * kills
     whole = KilledRun(folder, "alone", steps, monkeypatch)
     whole.finish()
     assert any(int(seed) % 16 == 0 for seed in whole.resets.read_text().split())
     killed = KilledRun(folder, "killed-often", steps, monkeypatch)
     resume = killed.kill_at_random(kills, 0)
-    assert resume is not None, "the run is too short for so many kills"
-    killed.finish(*resume)
+    if resume is not None:  # else the last life was quicker than its end
+        killed.finish(*resume)
     assert trained(killed.run) == trained(whole.run)
     attempts = [attempt for step in trained(killed.run).values() for _, attempt in step]
     assert len(attempts) == len(set(attempts)) == steps * GROUPS * 2
@@ -113,7 +113,7 @@ def test_a_run_that_is_killed_again_and_again_trains_what_one_long_life_trains(f
 
 @pytest.mark.slow
 def test_with_filters_on_each_slot_of_a_run_that_is_killed_ends_exactly_once(folder, kills, monkeypatch):
-    steps = 40 + 40 * kills
+    steps = 40 + 50 * kills
     killed = KilledRun(folder, "filtered", steps, monkeypatch)
     resume = killed.kill_at_random(kills, 1, *FILTERS)
     if resume is not None:
