@@ -22,7 +22,7 @@ from trouper.actors.config import Environment as Deadlines
 from trouper.actors.process import ProcessEnvironment
 from trouper.actors.threads import StillRuns, Threads, as_failure
 from trouper.actors.trace import NO_TRACK, Track
-from trouper.channels import EnvironmentFailure, Reply, RunError, Task
+from trouper.channels import EnvironmentFailure, Reply, RunError, Task, first_leaf
 from trouper.envs import StepResult, Tool, ToolResult
 from trouper.envs.checked import CheckedEnvironment
 
@@ -321,10 +321,3 @@ class EnvironmentActor:
 
 def _key(what: str) -> str:
     return f"{LIMITS.get(what, what)}_timeout"
-
-
-def first_leaf(error: BaseException) -> BaseException:
-    """The first exception inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

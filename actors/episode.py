@@ -20,7 +20,7 @@ from trouper.actors.accelerator import name_of
 from trouper.actors.account import CallTimes
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
-from trouper.actors.environment import CALL_GRACE, EnvironmentActor, first_leaf
+from trouper.actors.environment import CALL_GRACE, EnvironmentActor
 from trouper.actors.generator import Generator
 from trouper.actors.sampler import Generate, Sampler
 from trouper.actors.threads import StillRuns, Threads
@@ -43,6 +43,7 @@ from trouper.channels import (
     Sender,
     TrouperError,
     causes,
+    first_leaf,
 )
 from trouper.envs import Agent, Chat, Conversation, ConversationOver, Rewards
 from trouper.envs.rewards import checked_reward

@@ -90,8 +90,9 @@ class Grouper:
                 with suppress(trio.WouldBlock, trio.EndOfChannel):
                     while True:  # one sync for all that have come
                         self._accept(inbox.receive_nowait())
-            with self._track.span("ledger sync"):
-                await self._disk.run(self._ledger.sync)
+            if not self._ledger.synced:
+                with self._track.span("ledger sync"):
+                    await self._disk.run(self._ledger.sync)
             await self._release(outbox)
         await self._release(outbox)  # the end of the data may have made the last step smaller
 

@@ -88,10 +88,14 @@ class Ledger:
 
     Args:
         folder: where the segments lie; made by the first life.
+
+    Attributes:
+        synced: whether everything is on disk: `sync` would have nothing to do.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.synced = True
         self._life = 0
         self._buffer: list[_Record] = []
         self._buffer_lock = threading.Lock()
@@ -189,6 +193,7 @@ class Ledger:
     def _append(self, record: _Record) -> None:
         with self._buffer_lock:
             self._buffer.append(record)
+            self.synced = False
 
     def _write_buffer(self) -> None:
         with self._buffer_lock:
@@ -206,6 +211,8 @@ class Ledger:
             self._close_segment()
             raise
         self._write_failed = False
+        with self._buffer_lock:
+            self.synced = not self._buffer  # more may have come meanwhile
         self._highest_slot = max(self._highest_slot, *map(_highest_slot, records))
         self._quarantined.update((record.task, record.cause) for record in records if isinstance(record, _Quarantined))
 

@@ -268,10 +268,9 @@ class StandardRun:
         )
 
     def _admission(self) -> Admission:
-        life = getattr(self, "life", None)
-        if life is None:
+        if self._next is not None:  # no life has begun
             return "held"
-        pacer, busy = life.pacer, self.episodes.busy
+        pacer, busy = self.life.pacer, self.episodes.busy
         if pacer.total is not None and pacer.admitted >= pacer.total:
             return "open" if busy else "over"
         newest = pacer.version + self.config.rollout.max_staleness

@@ -20,6 +20,7 @@ from trouper.channels.errors import (
     SyncError,
     TrouperError,
     causes,
+    first_leaf,
 )
 from trouper.channels.messages import (
     Attempt,
@@ -83,4 +84,5 @@ __all__ = [
     "causes",
     "decoder",
     "encode",
+    "first_leaf",
 ]

@@ -118,3 +118,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         cause = cause.__cause__
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """The first exception inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

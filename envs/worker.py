@@ -23,7 +23,7 @@ import msgspec
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from msgspec import Struct
 
-from trouper.channels import EnvironmentFailure, RunError, TrouperError, causes
+from trouper.channels import EnvironmentFailure, RunError, TrouperError, causes, first_leaf
 from trouper.envs.async_library import wrong_loop
 from trouper.envs.checked import CheckedEnvironment
 from trouper.envs.dotted import made
@@ -166,8 +166,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _raised(what: str, error: BaseException, async_library: str, max_memory_mib: int) -> Raised:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_leaf(error)
     *_, root = causes(error)
     trace = "" if isinstance(root, TrouperError) else "".join(traceback.format_exception(root))[-LONGEST_TRACEBACK:]
     if isinstance(error, EnvironmentFailure):

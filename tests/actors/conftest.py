@@ -278,3 +278,19 @@ def episode() -> Callable[..., Episode]:
         return Episode(attempt=attempt, reward=reward, **given)
 
     return make
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock that a test moves."""
+    return Clock()

@@ -16,21 +16,6 @@ from trouper.actors.summary import Usage
 from trouper.channels import Attempt, Episode, Group, Message, Row, RunError, Task
 
 
-class Clock:
-    """Seconds that pass when they are told to."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def shown():
     return []

@@ -16,21 +16,6 @@ from trouper.envs import Rewards, StepResult
 SAMPLER, TRAINER = "sampler device", "trainer device"
 
 
-class Clock:
-    """Seconds that pass when they are told to."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "trace.perfetto-trace"
