@@ -21,24 +21,37 @@ class Aside:
     Args:
         function: what it runs.
         what: how `stuck` calls it.
+        at_end: called when it ends, unless it was left before.
 
     Attributes:
         scope: cancels it.
         ended: set once it has ended, with `value` or `error`.
     """
 
-    def __init__(self, function: Callable[[], Awaitable[Any]], what: str) -> None:
+    __slots__ = (
+        "_at_end",
+        "_task",
+        "_what",
+        "ended",
+        "error",
+        "scope",
+        "value",
+    )
+
+    def __init__(
+        self, function: Callable[[], Awaitable[Any]], what: str, at_end: Callable[["Aside"], None] = lambda aside: None
+    ) -> None:
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
         self.value: Any = None
         self.error: BaseException | None = None
         self._what = what
-        self._came_back: Callable[[], None] | None = None
+        self._at_end = at_end
         self._task = trio.lowlevel.spawn_system_task(self._run, function, name=what, context=contextvars.copy_context())
 
     def leave(self, came_back: Callable[[], None]) -> None:
         """Wait for it no longer; `came_back` is called when it ends after all."""
-        self._came_back = came_back
+        self._at_end = lambda aside: came_back()
         _left_behind.add(self)
 
     def where(self) -> str:
@@ -66,9 +79,8 @@ class Aside:
             self.error = error
         finally:
             self.ended.set()
-            if self._came_back is not None:
-                _left_behind.discard(self)
-                self._came_back()
+            _left_behind.discard(self)
+            self._at_end(self)
 
 
 @trio.lowlevel.disable_ki_protection

@@ -12,11 +12,13 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import trio
 
 from trouper.actors.account import CallTimes
+from trouper.actors.alarms import Alarms
+from trouper.actors.aside import Aside
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
 from trouper.actors.process import ProcessEnvironment
@@ -34,16 +36,17 @@ CALL_GRACE = 2.0
 
 
 class _Call:
-    """A call on its way: who asked for what, the scope by which the asker takes it back, and the scope of its wait."""
+    """A call on its way, and how far it has come."""
+
+    __slots__ = ("arguments", "attempt_scope", "left", "reply", "stage", "what")
 
     def __init__(self, what: str, arguments: tuple[Any, ...], attempt_scope: trio.CancelScope) -> None:
         self.what = what
         self.arguments = arguments
         self.attempt_scope = attempt_scope
         self.reply: Reply[Any] = Reply()
-        self.scope = trio.CancelScope()
-        self.waiting = trio.CancelScope()
-        self.over = False
+        self.stage: Literal["asked", "begun", "over"] = "asked"
+        self.left = False  # by its asker, before it was answered
 
 
 class EnvironmentActor:
@@ -54,6 +57,7 @@ class EnvironmentActor:
             every failure.
         deadlines: the `[environment]` section.
         threads: where plain code runs.
+        alarms: wakes for calls that are too slow; somebody else has it run.
         backoff: waits between failures that follow each other.
         note: told what is worth a line in the log.
         times: told how long each call took.
@@ -63,11 +67,46 @@ class EnvironmentActor:
         lost: a call hangs that cannot be cancelled; this one answers nothing any more.
     """
 
+    __slots__ = (
+        "_alarm",
+        "_alarms",
+        "_attempt_scope",
+        "_backoff",
+        "_call",
+        "_called",
+        "_deadlines",
+        "_doing",
+        "_due",
+        "_environment",
+        "_fruitless",
+        "_idle",
+        "_limit",
+        "_make",
+        "_note",
+        "_scope",
+        "_seed",
+        "_task",
+        "_threads",
+        "_times",
+        "_track",
+        "done",
+        "failure",
+        "lost",
+        "metrics",
+        "restarts",
+        "reward_sum",
+        "seconds",
+        "task",
+        "tools",
+        "truncated",
+    )
+
     def __init__(
         self,
         make: Callable[[], Any],
         deadlines: Deadlines,
         threads: Threads,
+        alarms: Alarms,
         backoff: Backoff,
         note: Callable[[str], None],
         times: CallTimes | None = None,
@@ -76,6 +115,7 @@ class EnvironmentActor:
         self._make = make
         self._deadlines = deadlines
         self._threads = threads
+        self._alarms = alarms
         self._backoff = backoff
         self._note = note
         self._times = times or CallTimes()
@@ -86,8 +126,13 @@ class EnvironmentActor:
         self._idle = trio.lowlevel.ParkingLot()
         self._attempt_scope = trio.CancelScope()
         self._fruitless = 0  # lives in a row that answered nothing
+        # Around all calls until one is given up: a scope for each would be the dearest part of a call.
+        self._scope = trio.CancelScope()
+        self._doing = ""
+        self._limit = math.inf  # when what runs here is given up; it has CALL_GRACE more to end
         self._due = math.inf  # when whatever runs here must have ended
-        self._hosted = trio.CancelScope()
+        self._alarm = math.inf  # the next one that was set
+        self._task: Aside | None = None
         self.lost = False
         self.restarts = 0
         self.tools: tuple[Tool, ...] = ()
@@ -134,7 +179,8 @@ class EnvironmentActor:
 
     async def prepare(self) -> None:
         """Have the environment made, if it is not there, so that its tools are known."""
-        await self._ask("prepare")
+        if self._environment is None or self._call is not None:
+            await self._ask("prepare")
 
     # ------------------------------------------------------------------ the world: called by the agent
 
@@ -159,52 +205,69 @@ class EnvironmentActor:
 
     async def score(self) -> float | None:
         """What the environment gives for the episode: its `reward()`, else the sum of the step rewards."""
+        world = self._environment
+        if world is not None and self._call is None and not world.judges and math.isfinite(self.reward_sum):
+            return self.reward_sum
         score: float | None = await self._ask("score", self.reward_sum)
         return score
 
     async def _ask(self, what: str, *arguments: Any) -> Any:
         started = trio.current_time()
-        await self.settle()  # the attempt's own: a call that it has left, or made beside this one
+        if self._call is not None:
+            await self.settle()  # the attempt's own: a call that it has left, or made beside this one
         if self.lost:  # so is the attempt
             await trio.sleep_forever()
         self._call = call = _Call(what, arguments, self._attempt_scope)
         self._due = math.inf
         self._called.unpark_all()
         try:
-            with call.waiting:
-                return await call.reply.wait()
-            if self._call is call:
-                self._lose(call)
-            await trio.sleep_forever()
+            return await call.reply.wait()
         except trio.Cancelled:
-            if not call.over:
-                call.scope.cancel()
+            if call.stage == "asked":  # nothing was touched
+                self._free()
+            elif call.stage == "begun":
+                call.left = True
+                self._scope.cancel()
                 self._due = min(self._due, trio.current_time() + CALL_GRACE)
             raise
         finally:
             self.seconds += trio.current_time() - started
 
+    def _free(self) -> None:
+        self._call = None
+        self._idle.unpark_all()
+
     # ------------------------------------------------------------------ the actor
 
-    async def run(self) -> None:
-        """`serve`, in a task that is left behind when it does not end."""
-        closing = self._deadlines.close_timeout + 2 * CALL_GRACE
-        try:
-            with self._hosted:
-                await self._threads.aside(self.serve, lambda: 0.0 if self.lost else closing, "an environment")
-        except* StillRuns as left:
-            if not self.lost:
-                self._note(f"an environment was not closed and is left behind: {first_leaf(left)} does not end")
+    def start(self, failed: Callable[[BaseException], None]) -> None:
+        """Have `serve` run, in a task that can be left behind; `failed` is told what it raises."""
+
+        def at_end(task: Aside) -> None:
+            if task.error is not None:
+                failed(as_failure(task.error))
+
+        self._task = self._threads.start(self.serve, "an environment", at_end)
+
+    async def close(self) -> None:
+        """End what `start` began, in bounded time; one that is `lost` is ended already."""
+        if self._task is None or self.lost:
+            return
+        left = await self._threads.end(self._task, self._deadlines.close_timeout + 2 * CALL_GRACE)
+        if isinstance(left, StillRuns):
+            self._note(f"an environment was not closed and is left behind: {left} does not end")
 
     def _lose(self, call: _Call) -> None:
         self.lost = True
         self.restarts += 1
-        if call.scope.cancel_called:
-            kind, what = "agent_error", f"the agent left {call.what} before it was answered"
-        else:
-            kind, what = "env_timeout", self._too_slow(call.what)
-        self._fail(EnvironmentFailure(kind, f"{what}, and it goes on although it was cancelled"))
-        self._hosted.cancel()
+        failure = self._given_up(call)
+        self._fail(EnvironmentFailure(failure.kind, f"{failure}, and it goes on although it was cancelled"))
+        if self._task is not None:
+            self._threads.leave(self._task)
+
+    def _given_up(self, call: _Call) -> EnvironmentFailure:
+        if call.left:
+            return EnvironmentFailure("agent_error", f"the agent left {call.what} before it was answered")
+        return EnvironmentFailure("env_timeout", self._too_slow(self._doing))
 
     def _fail(self, failure: EnvironmentFailure | None) -> None:
         if not self._attempt_scope.cancel_called:  # else it has an end of its own already
@@ -215,32 +278,41 @@ class EnvironmentActor:
         """Answer calls until cancelled, then close the environment."""
         try:
             while True:
-                while self._call is None:
-                    await self._called.park()
+                failure: EnvironmentFailure | None = None
+                with trio.CancelScope() as self._scope:
+                    failure = await self._answer_calls()
                 call = self._call
-                if not call.scope.cancel_called:  # else the asker has gone before anything was touched
-                    await self._handle(call)
-                self._call = None
-                self._idle.unpark_all()
+                if call is None:
+                    continue
+                call.stage = "over"
+                if not call.reply.answered:
+                    await self._give_up(call, failure)
+                self._free()
         finally:
             with trio.CancelScope(shield=True):  # bounded by close_timeout
                 await self._close()
 
-    async def _handle(self, call: _Call) -> None:
-        failure: EnvironmentFailure | None = None
-        with call.scope:
+    async def _answer_calls(self) -> EnvironmentFailure | None:
+        """Until one of them fails, or was given up."""
+        while not self._scope.cancel_called:
+            while self._call is None:
+                await self._called.park()
+            call = self._call
+            call.stage = "begun"
             failure = await self._answer(call)
-        call.over = True
-        if call.reply.answered:
-            return
-        if self.lost:  # it has ended after all
-            await self._close()
-            return
-        self.restarts += 1  # nobody knows the object's state
-        if call.scope.cancel_called:
-            failure = EnvironmentFailure("agent_error", f"the agent left {call.what} before it was answered")
-        if call.attempt_scope is self._attempt_scope:  # else that attempt is over
-            self._fail(failure)
+            if failure is not None:
+                return failure
+            call.stage = "over"
+            self._free()
+        return None
+
+    async def _give_up(self, call: _Call, failure: EnvironmentFailure | None) -> None:
+        if not self.lost:  # else it has ended after all
+            self.restarts += 1  # nobody knows the object's state
+            if call.left or failure is None:
+                failure = self._given_up(call)
+            if call.attempt_scope is self._attempt_scope:  # else that attempt is over
+                self._fail(failure)
         await self._close()
 
     async def _answer(self, call: _Call) -> EnvironmentFailure | None:
@@ -291,17 +363,36 @@ class EnvironmentActor:
         return f"tool:{name if any(tool.name == name for tool in self.tools) else 'unknown'}"
 
     async def _limited(self, what: str, function: Callable[[], Awaitable[Any]], label: str = "") -> Any:
-        limit: float = getattr(self._deadlines, _key(what))
         started = trio.current_time()
-        self._due = started + limit + CALL_GRACE
-        if self._call is not None:
-            self._call.waiting.deadline = self._due
+        self._doing = what
+        self._limit = started + getattr(self._deadlines, _key(what))
+        self._due = self._limit + CALL_GRACE
+        if self._limit < self._alarm:
+            self._wake(self._limit)
         try:
-            with self._track.span(label or what), trio.CancelScope(deadline=started + limit):
+            with self._track.span(label or what):
                 return await function()
         finally:
+            self._limit = math.inf
             self._times.add(label or what, trio.current_time() - started)
-        raise EnvironmentFailure("env_timeout", self._too_slow(what))
+
+    def _wake(self, moment: float) -> None:
+        self._alarm = moment
+        self._alarms.set(moment, self._look)
+
+    def _look(self, moment: float) -> None:
+        """Whether what runs is too slow. An alarm outlives the call that it was set for, and serves the next ones."""
+        if moment != self._alarm:
+            return
+        self._alarm = math.inf
+        if moment < self._limit < math.inf:
+            self._wake(self._limit)
+        elif self._limit < math.inf:
+            if moment < self._due:
+                self._scope.cancel()
+                self._wake(self._due)
+            elif self._call is not None and not self.lost:
+                self._lose(self._call)
 
     def _too_slow(self, what: str) -> str:
         limit: float = getattr(self._deadlines, _key(what))
@@ -311,12 +402,20 @@ class EnvironmentActor:
         environment, self._environment = self._environment, None
         if environment is None:
             return
+        limit = self._deadlines.close_timeout
+        started = trio.current_time()
+        self._due = started + limit + CALL_GRACE
         try:
-            await self._limited("close", environment.close)
+            with self._track.span("close"), trio.CancelScope(deadline=started + limit) as scope:
+                await environment.close()
+            if scope.cancelled_caught:
+                raise EnvironmentFailure("env_timeout", self._too_slow("close"))
         except* Exception as group:  # what is thrown away may be broken; the log says so
             error = first_leaf(group)
             cause = str(error) if isinstance(error, EnvironmentFailure) else f"{type(error).__name__}: {error}"
             self._note(f"{environment.name}.close failed: {cause}")
+        finally:
+            self._times.add("close", trio.current_time() - started)
 
 
 def _key(what: str) -> str:

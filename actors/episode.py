@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from trouper.actors.accelerator import name_of
 from trouper.actors.account import CallTimes
+from trouper.actors.alarms import Alarms
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
 from trouper.actors.environment import CALL_GRACE, EnvironmentActor
@@ -166,6 +167,7 @@ class EpisodeSlots:
         self._threads = threads(deadlines.async_library)
         # What stands for an environment in a process of its own is Trio's here, whatever it is there.
         self._worlds = threads() if deadlines.isolation == "process" else self._threads
+        self._alarms = Alarms()
         self._environments: list[EnvironmentActor] = []
         self._restarts_before = 0  # those of earlier lives
         self._explained: set[tuple[str, str, int | None]] = set()
@@ -183,34 +185,47 @@ class EpisodeSlots:
         """Play every attempt that comes."""
         self._restarts_before, self._environments = self.restarts, []
         try:
-            async with trio.open_nursery() as nursery:
-                for index in range(self._concurrency):
-                    nursery.start_soon(self._slot, index, inbox, outbox, requests)
+            async with trio.open_nursery() as alarms:
+                alarms.start_soon(self._alarms.run)
+                async with trio.open_nursery() as slots:
+
+                    def failed(error: BaseException) -> None:
+                        slots.start_soon(_raise, error)
+
+                    for index in range(self._concurrency):
+                        slots.start_soon(self._slot, index, inbox, outbox, requests, failed)
+                alarms.cancel_scope.cancel()
         except* RunError as failures:  # several slots may find out at the same moment: the first speaks for all
             raise first_leaf(failures) from None
         finally:
             await self._threads.close()
 
     async def _slot(
-        self, index: int, inbox: Receiver[Attempt], outbox: Sender[Outcome], requests: Sender[Generate]
+        self,
+        index: int,
+        inbox: Receiver[Attempt],
+        outbox: Sender[Outcome],
+        requests: Sender[Generate],
+        failed: Callable[[BaseException], None],
     ) -> None:
         deadlines = self._deadlines
         backoff = Backoff(str(index), first=deadlines.restart_backoff, longest=deadlines.restart_backoff_max)
         trace = self._trace if index < TRACED_SLOTS else NO_TRACE
         track = trace.track(f"slot {index}", group="episodes")
         made = count()
-        async with trio.open_nursery() as nursery:
 
-            def new() -> EnvironmentActor:
-                make, threads = self._make_environment, self._worlds
-                # One that is left behind in a call ends its span whenever it does: the next has a track of its own.
-                own = trace.track(f"environment {index}" + "'" * next(made), group="episodes")
-                world = EnvironmentActor(make, deadlines, threads, backoff, self._note, self.calls, own)
-                self._environments.append(world)
-                nursery.start_soon(world.run)
-                return world
+        def new() -> EnvironmentActor:
+            # One that is left behind in a call ends its span whenever it does: the next has a track of its own.
+            own = trace.track(f"environment {index}" + "'" * next(made), group="episodes")
+            world = EnvironmentActor(
+                self._make_environment, deadlines, self._worlds, self._alarms, backoff, self._note, self.calls, own
+            )
+            self._environments.append(world)
+            world.start(failed)
+            return world
 
-            stage = _Stage(new)
+        stage = _Stage(new)
+        try:
             async for attempt in inbox:
                 self.busy += 1
                 try:
@@ -219,7 +234,8 @@ class EpisodeSlots:
                     self.busy -= 1
                 await outbox.send(outcome)
                 del outcome  # the next one may take long to come
-            nursery.cancel_scope.cancel()
+        finally:
+            await stage.close()
 
     async def _play(self, attempt: Attempt, stage: "_Stage", requests: Sender[Generate], track: Track) -> Outcome:
         while True:
@@ -354,6 +370,14 @@ class _Stage:
         if self._world.lost:
             self._world = self._new()
         return self._world
+
+    async def close(self) -> None:
+        """Close it, in bounded time."""
+        await self._world.close()
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _kind(error: BaseException) -> LossKind:

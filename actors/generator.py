@@ -32,6 +32,22 @@ class Generator:
         seconds: spent waiting for turns.
     """
 
+    __slots__ = (
+        "_attempt_scope",
+        "_conversation",
+        "_digest",
+        "_flow",
+        "_reached",
+        "_requests",
+        "_rewrites",
+        "_row_seed",
+        "_sampler",
+        "_seed",
+        "_track",
+        "failure",
+        "seconds",
+    )
+
     def __init__(
         self,
         sampler: Sampler,

@@ -48,6 +48,8 @@ class ProcessEnvironment:
     """What messages call it."""
     tools: tuple[Tool, ...]
     """What `call_tool` accepts."""
+    judges = True
+    """`score` has to ask there."""
 
     def __init__(self, section: Section, process: trio.Process, talk: socket.socket, lifeline: socket.socket) -> None:
         self.name = section.name

@@ -99,19 +99,11 @@ class Threads:
                 `StillRuns`.
             Exception: whatever the function raised; see `as_failure`.
         """
-        self._check_abandoned()
-        task = Aside(function, what)
+        task = self.start(function, what)
         try:
             await task.ended.wait()
         except trio.Cancelled as cancelled:
-            task.scope.cancel()
-            with trio.move_on_after(patience(), shield=True):
-                await task.ended.wait()
-            failure = as_failure(task.error) if task.error else None
-            if not task.ended.is_set():
-                self._left += 1
-                task.leave(self._came_back)
-                failure = StillRuns(str(task))
+            failure = await self.end(task, patience())
             if failure is None:
                 raise
             raise BaseExceptionGroup("cancelled", [failure, cancelled]) from None
@@ -121,6 +113,37 @@ class Threads:
         if failure is task.error:
             raise failure
         raise failure from task.error
+
+    def start(
+        self, function: Callable[[], Awaitable[Any]], what: str, at_end: Callable[[Aside], None] = lambda task: None
+    ) -> Aside:
+        """Have a function of Trio's run in a task of its own; whoever asks for it has to `end` it.
+
+        Raises:
+            RunError: too many calls were left behind.
+        """
+        self._check_abandoned()
+        return Aside(function, what, at_end)
+
+    async def end(self, task: Aside, patience: float) -> BaseException | None:
+        """Cancel a task and wait for its end, at most so many seconds.
+
+        Returns:
+            What it raised, as `as_failure` has it, or a `StillRuns` for one that was left behind.
+        """
+        task.scope.cancel()
+        with trio.move_on_after(patience, shield=True):
+            await task.ended.wait()
+        if not task.ended.is_set():
+            self.leave(task)
+            return StillRuns(str(task))
+        return as_failure(task.error) if task.error else None
+
+    def leave(self, task: Aside) -> None:
+        """Cancel a task that is known not to end, and leave it behind."""
+        task.scope.cancel()
+        self._left += 1
+        task.leave(self._came_back)
 
     async def close(self) -> None:
         """End the asyncio loop, if one was started."""

@@ -34,6 +34,11 @@ class CheckedEnvironment:
         return type(self._environment).__qualname__
 
     @property
+    def judges(self) -> bool:
+        """Whether `score` asks the object; else it is what `step` gave."""
+        return hasattr(self._environment, "reward")
+
+    @property
     def tools(self) -> tuple[Tool, ...]:
         """What `call_tool` accepts."""
         return tools_of(self._environment)
@@ -57,7 +62,7 @@ class CheckedEnvironment:
     async def score(self, rewards: float) -> float | None:
         """What its `reward` method gives; `rewards`, the sum of the steps', where it has none."""
         score: Any = rewards
-        if hasattr(self._environment, "reward"):
+        if self.judges:
             score = await self._invoke(self._environment.reward)
         return checked_score(self._environment, score, self._steps)
 

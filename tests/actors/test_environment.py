@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import trio
 
+from trouper.actors.alarms import Alarms
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
 from trouper.actors.environment import EnvironmentActor
@@ -57,9 +59,10 @@ class Bench:
     def __init__(self, make: Callable[[], Any], isolation: str = "inline", **limits: Any) -> None:
         deadlines = Deadlines(isolation=isolation, **limits)  # type: ignore[arg-type]
         self.notes: list[str] = []
+        self.alarms = Alarms()
         self.threads = Threads(2, deadlines.max_abandoned_threads, deadlines.isolation)
         backoff = Backoff("0", first=deadlines.restart_backoff, longest=deadlines.restart_backoff_max)
-        self.world = EnvironmentActor(make, deadlines, self.threads, backoff, self.notes.append)
+        self.world = EnvironmentActor(make, deadlines, self.threads, self.alarms, backoff, self.notes.append)
         self.seen: list[Exception] = []
 
     async def attempt(
@@ -89,6 +92,7 @@ async def whole(world: Any) -> float | None:
 async def bench(nursery):
     def make(*args: Any, **limits: Any) -> Bench:
         made = Bench(*args, **limits)
+        nursery.start_soon(made.alarms.run)
         nursery.start_soon(made.world.serve)
         return made
 
@@ -189,6 +193,7 @@ async def test_a_plain_call_that_hangs_is_left_in_its_thread(bench, where) -> No
 async def test_a_close_that_fails_is_noted_and_costs_nothing_else(autojump_clock, how) -> None:
     made = Bench(once("close", how), close_timeout=2.0)
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.alarms.run)
         nursery.start_soon(made.world.serve)
         assert await made.attempt() == 1.0
         nursery.cancel_scope.cancel()
@@ -295,6 +300,33 @@ async def test_each_attempt_has_a_payload_of_its_own(autojump_clock, bench) -> N
     made = bench(Greedy)
     assert [await made.attempt(first, task) for _ in range(3)] == ["[1]"] * 3
     assert task.payload == {"list": []}
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_every_call_has_its_whole_limit_and_no_more(autojump_clock, bench, seed) -> None:
+    draw = Random(seed)
+    limits = {"reset": 12.0, "step": 7.0, "tool": 7.0}
+    took: list[tuple[str, float]] = []
+
+    async def slowly(call: str) -> None:
+        if call in limits:
+            took.append((call, draw.choice([0.0, 1.0, 3.0, 6.5, 6.5, 11.0])))
+            await trio.sleep(took[-1][1])
+
+    async def forever(world: Any) -> None:
+        await world.reset()
+        while True:
+            await trio.sleep(draw.choice([0.0, 2.0, 20.0]))
+            began.append(trio.current_time())
+            await (world.step("x") if draw.random() < 0.5 else world.call("count", {}))
+
+    made, began = bench(lambda: Fickle(slowly), reset_timeout=12.0, step_timeout=7.0), []
+    assert await made.attempt(forever) is None
+    assert made.world.failure.kind == "env_timeout"
+    *in_time, (call, too_long) = took
+    assert too_long > limits[call]
+    assert all(seconds <= limits[call] for call, seconds in in_time)
+    assert trio.current_time() == began[-1] + limits[call]
 
 
 STEP = StepResult("o", 1.0)

@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from tests.process.running import MARK, marked
+from trouper.actors.alarms import Alarms
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Section
 from trouper.actors.environment import EnvironmentActor
@@ -47,8 +48,11 @@ class Bench:
         self.notes: list[str] = []
         self.seen: list[Exception] = []
         threads = Threads(1, 1, "thread")
+        self.alarms = Alarms()
         backoff = Backoff("0", first=0.0, longest=0.0)
-        self.world = EnvironmentActor(process_factory(given, given.name), given, threads, backoff, self.notes.append)
+        self.world = EnvironmentActor(
+            process_factory(given, given.name), given, threads, self.alarms, backoff, self.notes.append
+        )
 
     async def attempt(self) -> float | None:
         """The score, or None when the attempt was cancelled from outside."""
@@ -68,6 +72,7 @@ class Bench:
     async def failure(self, mark: str) -> EnvironmentFailure:
         """What an attempt fails of; the environment goes of itself, and is not asked to close."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.alarms.run)
             nursery.start_soon(self.world.serve)
             assert await self.attempt() is None
             with trio.fail_after(20):
@@ -201,6 +206,7 @@ async def test_what_hangs_for_good_is_killed(mark: str, how: str) -> None:
 async def test_processes_that_an_environment_leaves_behind_end_with_it(mark: str, how: str) -> None:
     bench = Bench("step", how)
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(bench.alarms.run)
         nursery.start_soon(bench.world.serve)
         assert await bench.attempt() == 1.0
         assert len(marked(mark)) >= (3 if how in ("daemonize", "start_a_shell") else 2)
@@ -224,6 +230,7 @@ async def test_processes_that_an_environment_leaves_behind_end_with_it(mark: str
 async def test_a_close_that_fails_is_noted(how: str, note: list[str]) -> None:
     bench = Bench("close", how, close_timeout=0.1 if how == "hang" else 50.0)
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(bench.alarms.run)
         nursery.start_soon(bench.world.serve)
         assert await bench.attempt() == 1.0
         nursery.cancel_scope.cancel()
