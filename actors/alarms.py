@@ -34,3 +34,39 @@ class Alarms:
             while self._set and self._set[0][0] <= trio.current_time():
                 moment, _, ring = heappop(self._set)
                 ring(moment)
+
+
+class Deadline:
+    """A deadline for one thing after another.
+
+    Args:
+        alarms: wake for it.
+        passed: called when it passes; it may set it anew.
+
+    Attributes:
+        moment: by Trio's clock; infinity when there is none.
+    """
+
+    __slots__ = ("_alarm", "_alarms", "_passed", "moment")
+
+    def __init__(self, alarms: Alarms, passed: Callable[[], None]) -> None:
+        self._alarms = alarms
+        self._passed = passed
+        self._alarm = math.inf  # the next one that was set; it outlives the deadline and serves later ones
+        self.moment = math.inf
+
+    def set(self, moment: float) -> None:
+        """It is this one from now on."""
+        self.moment = moment
+        if moment < self._alarm:
+            self._alarm = moment
+            self._alarms.set(moment, self._look)
+
+    def _look(self, moment: float) -> None:
+        if moment != self._alarm:
+            return
+        self._alarm = math.inf
+        if self.moment <= moment:
+            self._passed()
+        elif self.moment < math.inf:
+            self.set(self.moment)

@@ -28,15 +28,7 @@ class Aside:
         ended: set once it has ended, with `value` or `error`.
     """
 
-    __slots__ = (
-        "_at_end",
-        "_task",
-        "_what",
-        "ended",
-        "error",
-        "scope",
-        "value",
-    )
+    __slots__ = ("_at_end", "_task", "_what", "ended", "error", "scope", "value")
 
     def __init__(
         self, function: Callable[[], Awaitable[Any]], what: str, at_end: Callable[["Aside"], None] = lambda aside: None

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import trio
 
 from trouper.actors.account import CallTimes
-from trouper.actors.alarms import Alarms
+from trouper.actors.alarms import Alarms, Deadline
 from trouper.actors.aside import Aside
 from trouper.actors.backoff import Backoff
 from trouper.actors.config import Environment as Deadlines
@@ -67,40 +67,6 @@ class EnvironmentActor:
         lost: a call hangs that cannot be cancelled; this one answers nothing any more.
     """
 
-    __slots__ = (
-        "_alarm",
-        "_alarms",
-        "_attempt_scope",
-        "_backoff",
-        "_call",
-        "_called",
-        "_deadlines",
-        "_doing",
-        "_due",
-        "_environment",
-        "_fruitless",
-        "_idle",
-        "_limit",
-        "_make",
-        "_note",
-        "_scope",
-        "_seed",
-        "_task",
-        "_threads",
-        "_times",
-        "_track",
-        "done",
-        "failure",
-        "lost",
-        "metrics",
-        "restarts",
-        "reward_sum",
-        "seconds",
-        "task",
-        "tools",
-        "truncated",
-    )
-
     def __init__(
         self,
         make: Callable[[], Any],
@@ -115,7 +81,6 @@ class EnvironmentActor:
         self._make = make
         self._deadlines = deadlines
         self._threads = threads
-        self._alarms = alarms
         self._backoff = backoff
         self._note = note
         self._times = times or CallTimes()
@@ -129,9 +94,8 @@ class EnvironmentActor:
         # Around all calls until one is given up: a scope for each would be the dearest part of a call.
         self._scope = trio.CancelScope()
         self._doing = ""
-        self._limit = math.inf  # when what runs here is given up; it has CALL_GRACE more to end
-        self._due = math.inf  # when whatever runs here must have ended
-        self._alarm = math.inf  # the next one that was set
+        self._limit = Deadline(alarms, self._too_late)  # when what runs here is given up
+        self._due = math.inf  # when it must have ended
         self._task: Aside | None = None
         self.lost = False
         self.restarts = 0
@@ -364,35 +328,22 @@ class EnvironmentActor:
 
     async def _limited(self, what: str, function: Callable[[], Awaitable[Any]], label: str = "") -> Any:
         started = trio.current_time()
-        self._doing = what
-        self._limit = started + getattr(self._deadlines, _key(what))
-        self._due = self._limit + CALL_GRACE
-        if self._limit < self._alarm:
-            self._wake(self._limit)
+        limit = started + getattr(self._deadlines, _key(what))
+        self._doing, self._due = what, limit + CALL_GRACE
+        self._limit.set(limit)
         try:
             with self._track.span(label or what):
                 return await function()
         finally:
-            self._limit = math.inf
+            self._limit.moment = math.inf
             self._times.add(label or what, trio.current_time() - started)
 
-    def _wake(self, moment: float) -> None:
-        self._alarm = moment
-        self._alarms.set(moment, self._look)
-
-    def _look(self, moment: float) -> None:
-        """Whether what runs is too slow. An alarm outlives the call that it was set for, and serves the next ones."""
-        if moment != self._alarm:
-            return
-        self._alarm = math.inf
-        if moment < self._limit < math.inf:
-            self._wake(self._limit)
-        elif self._limit < math.inf:
-            if moment < self._due:
-                self._scope.cancel()
-                self._wake(self._due)
-            elif self._call is not None and not self.lost:
-                self._lose(self._call)
+    def _too_late(self) -> None:
+        if trio.current_time() < self._due:
+            self._scope.cancel()
+            self._limit.set(self._due)
+        elif self._call is not None and not self.lost:
+            self._lose(self._call)
 
     def _too_slow(self, what: str) -> str:
         limit: float = getattr(self._deadlines, _key(what))

@@ -13,11 +13,7 @@ class Reply(Generic[T]):
     Ignoring is right: a request that was retried elsewhere may be answered twice, and the first answer stands.
     """
 
-    __slots__ = (
-        "_done",
-        "_error",
-        "_value",
-    )
+    __slots__ = ("_done", "_error", "_value")
 
     def __init__(self) -> None:
         self._done = trio.Event()

@@ -220,14 +220,7 @@ class Conversation:
 class _GrowingRow:
     """A row under construction: one call appends given and sampled ids to all four arrays."""
 
-    __slots__ = (
-        "_sampling",
-        "_turns",
-        "last_message",
-        "last_token",
-        "sampled",
-        "tokens",
-    )
+    __slots__ = ("_sampling", "_turns", "last_message", "last_token", "sampled", "tokens")
 
     def __init__(self, sampling: Sampling) -> None:
         self.tokens: NDArray[np.int32] = np.zeros(0, np.int32)
