@@ -199,7 +199,8 @@ class EnvironmentActor:
 
     def _free(self) -> None:
         self._call = None
-        self._idle.unpark_all()
+        if self._idle:
+            self._idle.unpark_all()
 
     # ------------------------------------------------------------------ the actor
 

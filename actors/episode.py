@@ -132,6 +132,7 @@ class EpisodeSlots:
         breaker: counts lost attempts.
         note: told what is worth a line in the log.
         trace: takes the spans of the first slots.
+        kind: what the trace calls these slots.
 
     Attributes:
         calls: how long environments, tools and reward functions took.
@@ -152,9 +153,11 @@ class EpisodeSlots:
         breaker: Breaker,
         note: Callable[[str], None],
         trace: Trace = NO_TRACE,
+        kind: Literal["training", "evaluation"] = "training",
     ) -> None:
         self._concurrency = concurrency
         self._trace = trace
+        self._kind = kind
         self._make_environment = unshared(make_environment)
         self._agent = agent
         self._chat = chat
@@ -211,12 +214,13 @@ class EpisodeSlots:
         deadlines = self._deadlines
         backoff = Backoff(str(index), first=deadlines.restart_backoff, longest=deadlines.restart_backoff_max)
         trace = self._trace if index < TRACED_SLOTS else NO_TRACE
-        track = trace.track(f"slot {index}", group="episodes")
+        group, prefix = ("episodes", "") if self._kind == "training" else (self._kind, f"{self._kind} ")
+        track = trace.track(f"{prefix}slot {index}", group=group)
         made = count()
 
         def new() -> EnvironmentActor:
             # One that is left behind in a call ends its span whenever it does: the next has a track of its own.
-            own = trace.track(f"environment {index}" + "'" * next(made), group="episodes")
+            own = trace.track(f"{prefix}environment {index}" + "'" * next(made), group=group)
             world = EnvironmentActor(
                 self._make_environment, deadlines, self._worlds, self._alarms, backoff, self._note, self.calls, own
             )

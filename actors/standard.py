@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import trio
 from msgspec import Struct
@@ -30,7 +30,6 @@ from trouper.actors.redo import Resumed, begin
 from trouper.actors.sampler import Generate, GenerationEngine, Sampler
 from trouper.actors.summary import Usage
 from trouper.actors.supervisor import Strategy
-from trouper.actors.trace import NO_TRACE, Trace
 from trouper.actors.trainer import CheckpointFolder, CheckpointMeta, PolicyLearner
 from trouper.channels import Attempt, Exited, Group, Outcome, Receiver, Sampling, Sender, Weights
 from trouper.envs import Agent, Chat, Rewards, Tasks
@@ -132,7 +131,7 @@ class StandardRun:
         track = recorder.trace.track("barrier")
         self.barrier = Barrier([self.sampler], self._attest, first=first, timeout=sync.timeout, track=track)
         self.episodes = self._slots(
-            rollout.max_concurrency, config.sampling.temperature, 1.0, 0, self.breaker, recorder.trace
+            "training", rollout.max_concurrency, config.sampling.temperature, 1.0, 0, self.breaker
         )
         self.evaluator = self._make_evaluator() if cast.held_out is not None else None
         # How the next life begins; the first one with what the process began with.
@@ -220,12 +219,12 @@ class StandardRun:
 
     def _slots(
         self,
+        kind: Literal["training", "evaluation"],
         concurrency: int,
         temperature: float,
         top_p: float,
         top_k: int,
         breaker: Breaker,
-        trace: Trace = NO_TRACE,
     ) -> EpisodeSlots:
         config, cast = self.config, self._cast
         return EpisodeSlots(
@@ -248,13 +247,15 @@ class StandardRun:
             sampler=self.sampler,
             breaker=breaker,
             note=self._recorder.log,
-            trace=trace,
+            trace=self._recorder.trace,
+            kind=kind,
         )
 
     def _evaluation_slots(self) -> EpisodeSlots:
         evaluation, sampling = self.config.evaluation, self.config.sampling
         breaker = Breaker(sys.maxsize, 1.0)  # an evaluation that loses everything says so, and training goes on
-        return self._slots(evaluation.max_concurrency, evaluation.temperature, sampling.top_p, sampling.top_k, breaker)
+        concurrency, temperature = evaluation.max_concurrency, evaluation.temperature
+        return self._slots("evaluation", concurrency, temperature, sampling.top_p, sampling.top_k, breaker)
 
     def _make_evaluator(self) -> Evaluator:
         assert self._cast.held_out is not None
