@@ -1,18 +1,19 @@
-"""The sampler: answers generation requests from the engine, and takes new weights between two decode chunks.
+"""The sampler: answers generation requests from the engine, and takes new weights between two of its calls.
 
-Knows the engine's interface, not its maths: the engine is deaf to Trio and is called chunk by chunk on the
-accelerator. Requests come over a bounded channel; answers, cancellations and weights travel without blocking anyone.
+Knows the engine's interface, not its maths: the engine is deaf to Trio and is called on the accelerator, prefill and
+decode in turns. Requests come over a bounded channel; answers, cancellations and weights do not block anyone.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import trio
 from msgspec import Struct
 
 from trouper.actors.accelerator import Accelerator
 from trouper.actors.account import NOT_TIMED, REQUESTS, DeviceTime
+from trouper.actors.generation import GenerationEngine
 from trouper.channels import Receiver, Reply, RunError, SamplerError, SyncError, Turn, Weights
 from trouper.learner.engine import Finished, Request
 from trouper.learner.request import joined, rest
@@ -21,37 +22,6 @@ MAX_DELIVERIES = 2
 """How often a request may be in flight when the sampler dies before it is failed instead of tried again."""
 
 log = logging.getLogger(__name__)
-
-
-class GenerationEngine(Protocol):
-    """What the sampler needs of `trouper.learner.engine.Engine`."""
-
-    def check(self, request: Request) -> None:
-        """Raise `SamplerError` for a request that can never be served."""
-
-    def submit(self, request: Request) -> None:
-        """Queue a request."""
-
-    def step(self) -> list[Finished]:
-        """Admit what waits, decode one chunk, return what ended."""
-
-    def swap(self, params: Any, version: tuple[int, int], kv: Literal["keep", "recompute"]) -> None:
-        """Sample under other weights from now on."""
-
-    def abort(self, id: int) -> Turn | None:
-        """End a request; what was sampled of it so far, if anything."""
-
-    def cancel(self, id: int) -> None:
-        """Forget a request."""
-
-    def release(self, conversation: int) -> None:
-        """Forget a conversation's keys and values."""
-
-    def warm_up(self) -> None:
-        """Compile every shape."""
-
-    def checksum(self) -> int:
-        """Of the parameters in use, in the engine's own dtype and layout."""
 
 
 class Generate(Struct, frozen=True, eq=False):
@@ -121,7 +91,6 @@ class Sampler:
         self._kv = kv
         self._drain_timeout = drain_timeout if mode == "drain" else 0.0
         self._time = time
-        self._fresh = False  # whether the next chunk takes new requests in
         self._waiting: dict[int, _Job] = {}
         self._running: dict[int, _Job] = {}
         self._cancelled: list[int] = []
@@ -292,20 +261,33 @@ class Sampler:
                     swap_at = None
                     continue
             if self._running and self._attested:
-                for finished in await self._chunk(engine):
-                    self._answer(finished)
+                await self._compute(engine)
             elif self._closed and not self._waiting and not self._running and update is None:
                 self.ended = True
                 return
             else:
                 with self._time.doing(REQUESTS):
                     await self._change.park()
+                    await self._gather()
 
-    async def _chunk(self, engine: GenerationEngine) -> list[Finished]:
-        # One call both takes new requests in and decodes; how long each took, only the engine could tell.
-        activity, self._fresh = "prefill, decode" if self._fresh else "decode", False
-        with self._time.doing(activity, requests=len(self._running)):
-            return await self._accelerator.run(engine.step)
+    async def _gather(self) -> None:
+        """Whoever woke at the same moment as the first asker asks within the next few: one call for all of them."""
+        asked = -1
+        while asked < len(self._waiting):
+            asked = len(self._waiting)
+            await trio.lowlevel.checkpoint()
+
+    async def _compute(self, engine: GenerationEngine) -> None:
+        """One prefill call, if anything needs it, and one chunk: no long context holds the others up for its length."""
+        if engine.needs_prefill:
+            with self._time.doing("prefill", requests=len(self._running)):
+                await self._accelerator.run(engine.prefill)
+            if not engine.can_decode:
+                return
+        with self._time.doing("decode", requests=len(self._running)):
+            ended = await self._accelerator.run(engine.decode)
+        for finished in ended:
+            self._answer(finished)
 
     def _forget(self, engine: GenerationEngine) -> None:
         cancelled, self._cancelled = self._cancelled, []
@@ -320,7 +302,6 @@ class Sampler:
         for id, job in self._waiting.items():
             engine.submit(job.left)
             self._running[id] = job
-            self._fresh = True
         self._waiting.clear()
         self._space.unpark_all()
 

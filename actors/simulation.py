@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def default_seconds(call: str) -> float:
     """What device calls cost unless you say otherwise: a decode chunk 0.1 s, an optimizer step 1 s, a swap 0.05 s."""
-    return {"step": 0.1, "add": 0.2, "update": 1.0, "swap": 0.05, "publish": 0.05}.get(call, 0.0)
+    return {"decode": 0.1, "add": 0.2, "update": 1.0, "swap": 0.05, "publish": 0.05}.get(call, 0.0)
 
 
 class SimulatedAccelerator:
@@ -71,7 +71,7 @@ class SimulatedEngine:
         vocabulary: ids are drawn evenly from `[0, vocabulary)`.
         slots: requests decoded side by side; the others wait.
         length: tokens that a conversation may have.
-        chunk: tokens per step.
+        chunk: tokens per decode call.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class SimulatedEngine:
         self._length = length
         self._chunk = chunk
         self._requests: dict[int, Request] = {}
-        # By request: each token, the step of the weights that sampled it, and that of the oldest keys it attended to.
+        # By request that has a slot: each token, the step of the weights that sampled it, and that of the oldest keys
+        # it attended to.
         self._sampled: dict[int, list[tuple[int, int, int]]] = {}
         self._oldest: dict[object, int] = {}  # by conversation: the step under which its first keys were made
 
@@ -102,12 +103,26 @@ class SimulatedEngine:
         if request.id in self._requests:
             raise ValueError(f"request {request.id} runs or waits already; every request needs an id of its own")
         self._requests[request.id] = request
-        self._sampled[request.id] = []
 
-    def step(self) -> list[Finished]:
-        """One chunk for the oldest requests, as many as there are slots."""
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether a request can have a slot."""
+        return len(self._sampled) < min(self._slots, len(self._requests))
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether a request has a slot."""
+        return bool(self._sampled)
+
+    def prefill(self) -> None:
+        """Give slots to the oldest requests."""
+        for id in list(self._requests)[: self._slots]:
+            self._sampled.setdefault(id, [])
+
+    def decode(self) -> list[Finished]:
+        """One chunk for every request that has a slot."""
         finished = []
-        for request in list(self._requests.values())[: self._slots]:
+        for request in [self._requests[id] for id in self._sampled]:
             oldest = self._oldest.setdefault(request.conversation, self.version[1])
             sampled = self._sampled[request.id]
             reason: FinishReason | None = None

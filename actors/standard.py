@@ -22,12 +22,13 @@ from trouper.actors.child import NEVER, ON_ERROR
 from trouper.actors.config import RunConfig
 from trouper.actors.episode import Breaker, EpisodeRules, EpisodeSlots
 from trouper.actors.evaluator import Evaluator
+from trouper.actors.generation import GenerationEngine
 from trouper.actors.graph import Graph
 from trouper.actors.ledger import Ledger
 from trouper.actors.life import Life
 from trouper.actors.metrics import Recorder
 from trouper.actors.redo import Resumed, begin
-from trouper.actors.sampler import Generate, GenerationEngine, Sampler
+from trouper.actors.sampler import Generate, Sampler
 from trouper.actors.summary import Usage
 from trouper.actors.supervisor import Strategy
 from trouper.actors.trainer import CheckpointFolder, CheckpointMeta, PolicyLearner

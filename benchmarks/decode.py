@@ -10,7 +10,6 @@ everything that the engine shares and with a conversation of its own for every t
 import argparse
 import importlib.util
 import itertools
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,12 +42,10 @@ def decoding(decoder: Decoder, slots: int, steps: int) -> Callable[[], float]:
 
     def measure() -> float:
         for slot in range(slots):
-            # One chunk more than is timed: the first comes with the prefill, or with the copies of it.
-            engine.submit(Request(slot, slot, prompt % vocabulary, steps + CHUNK, seed=next(seeds)))
-        before = engine.statistics.decoded_tokens
-        while engine.statistics.decoded_tokens == before:
-            engine.step()
-        seconds = reporting.seconds_of(lambda: [engine.step() for _ in range(steps // CHUNK)])
+            engine.submit(Request(slot, slot, prompt % vocabulary, steps, seed=next(seeds)))
+        while engine.needs_prefill:
+            engine.prefill()
+        seconds = reporting.seconds_of(lambda: [engine.decode() for _ in range(steps // CHUNK)])
         assert not engine.busy
         return slots * steps / seconds
 
@@ -135,15 +132,15 @@ class Group:
                 member is a conversation of its own, whose first token no other has, so that nothing is shared.
 
         Returns:
-            Seconds; seconds of them beyond those that decoding alone needs; and tokens prefilled.
+            Seconds; seconds of them in prefill calls; and tokens prefilled.
         """
         members, turns, prompt, answer, tool = self._shape
         engine, rng = self._engine, np.random.default_rng(0)
-        before = engine.statistics
+        before = engine.statistics.prefill_tokens
         contexts = [rng.integers(0, self._vocabulary, prompt).astype(np.int32)] * members
         # A first token that no other play has: what that one left in the cache serves nobody.
         contexts = [self._unlike(context, next(self._ids)) for context in contexts[:1]] * members
-        seconds, alone = 0.0, []
+        seconds = prefilling = 0.0
         for turn in range(turns):
             asked = {}
             for member, context in enumerate(contexts):
@@ -152,22 +149,19 @@ class Group:
                 key, tokens = (member, context) if shared else (id, self._unlike(context, id))
                 engine.submit(Request(id, key, tokens, answer, seed=id))
             while engine.busy:
-                filled, copied = engine.statistics.prefill_tokens, engine.statistics.reused_tokens
+                if engine.needs_prefill:
+                    took = reporting.seconds_of(engine.prefill)
+                    seconds, prefilling = seconds + took, prefilling + took
                 started = time.perf_counter()
-                finished = engine.step()
-                took = time.perf_counter() - started
-                seconds += took
-                if (filled, copied) == (engine.statistics.prefill_tokens, engine.statistics.reused_tokens):
-                    alone.append(took)
+                finished = engine.decode()
+                seconds += time.perf_counter() - started
                 for end in finished:
                     said = rng.integers(0, self._vocabulary, tool).astype(np.int32)
                     member = asked[end.id]
                     contexts[member] = np.concatenate([contexts[member], end.turn.tokens, said])
                     if not shared or turn == turns - 1:
                         engine.release(member if shared else end.id)
-        after = engine.statistics
-        decoding = statistics.median(alone) * turns * -(-answer // CHUNK)
-        return seconds, seconds - decoding, after.prefill_tokens - before.prefill_tokens
+        return seconds, prefilling, engine.statistics.prefill_tokens - before
 
     def _unlike(self, context: NDArray[np.int32], id: int) -> NDArray[np.int32]:
         return np.concatenate([np.array([id % self._vocabulary], np.int32), context[1:]])
@@ -203,7 +197,7 @@ def measure_group(decoder: Decoder, group: "Group", rounds: int) -> tuple[list[l
         for name, figures in plays.items():
             figures.append(group.play(shared=name == "shared"))
     rows = []
-    for index, what in enumerate(("seconds", "beyond decoding", "tokens prefilled")):
+    for index, what in enumerate(("seconds", "of them prefilling", "tokens prefilled")):
         ours, theirs = ([play[index] for play in figures] for figures in plays.values())
         ratio = reporting.median_ratio(theirs, ours)
         rows.append([what, reporting.spread(ours), reporting.spread(theirs), ratio])

@@ -38,10 +38,12 @@ from scenario import (
     latency,
 )
 
+from trouper.actors.account import NOT_TIMED, DeviceTime
 from trouper.actors.config import Environment as Deadlines
 from trouper.actors.episode import Breaker, EpisodeRules, EpisodeSlots
 from trouper.actors.garbage import collecting_rarely
 from trouper.actors.sampler import Generate, Sampler
+from trouper.actors.trace import NO_TRACE, Trace
 from trouper.channels import (
     Attempt,
     Channel,
@@ -84,6 +86,9 @@ class InlineAccelerator:
 class InstantEngine:
     """Refuses what the real engine refuses and gives every other request the same turn, at once."""
 
+    needs_prefill = False
+    can_decode = True
+
     def __init__(self, weights: Weights) -> None:
         tokens = CHAT.prompt([Message("assistant", ANSWER)])
         self._turn = Turn(
@@ -103,7 +108,7 @@ class InstantEngine:
         """Queue it."""
         self._submitted.append(request.id)
 
-    def step(self) -> list[Finished]:
+    def decode(self) -> list[Finished]:
         """Answer all that was submitted."""
         submitted, self._submitted = self._submitted, []
         return [Finished(id, self._turn) for id in submitted]
@@ -170,11 +175,17 @@ class PlainRoom(Room):
 
 
 def slots_and_sampler(
-    concurrency: int, make_environment: Callable[[], Any], isolation: Isolation
+    concurrency: int,
+    make_environment: Callable[[], Any],
+    isolation: Isolation,
+    trace: Trace = NO_TRACE,
+    device: DeviceTime = NOT_TIMED,
 ) -> tuple[EpisodeSlots, Sampler]:
     """What runs between source and grouper, with an engine that answers at once."""
     weights = Weights(life=1, step=0, params=None, checksum=0)
-    sampler = Sampler(InstantEngine, weights, InlineAccelerator(), max_waiting=128)  # type: ignore[arg-type]
+    # As a launched run with a place in the engine for each episode has it.
+    waiting, accelerator = 2 * concurrency, InlineAccelerator()
+    sampler = Sampler(InstantEngine, weights, accelerator, max_waiting=waiting, time=device)  # type: ignore[arg-type]
     slots = EpisodeSlots(
         concurrency,
         make_environment=make_environment,
@@ -194,6 +205,7 @@ def slots_and_sampler(
         sampler=sampler,
         breaker=Breaker(10, 0.5),
         note=print,
+        trace=trace,
     )
     return slots, sampler
 
@@ -206,7 +218,9 @@ async def give(tasks: Sender[Attempt], episodes: int) -> None:
             await tasks.send(Attempt(draw, draw, member, 0, 0, Task(str(draw), {"seed": draw})))
 
 
-async def run_slots(slots: EpisodeSlots, sampler: Sampler, episodes: int, received: Callable[[Outcome], None]) -> float:
+async def run_slots(
+    slots: EpisodeSlots, sampler: Sampler, concurrency: int, episodes: int, received: Callable[[Outcome], None]
+) -> float:
     """Play so many episodes.
 
     Returns:
@@ -214,7 +228,7 @@ async def run_slots(slots: EpisodeSlots, sampler: Sampler, episodes: int, receiv
     """
     tasks = Channel[Attempt]("tasks", Attempt, GROUP)
     outcomes = Channel[Outcome]("episodes", Outcome, 64)
-    requests = Channel[Generate]("requests", Generate, 64)
+    requests = Channel[Generate]("requests", Generate, concurrency)
 
     async def take(inbox: Receiver[Outcome]) -> None:
         async for outcome in inbox:
@@ -259,7 +273,7 @@ def ours(room: type[Room], concurrency: int, episodes: int, law: str) -> Figures
 
     with collecting_rarely():
         cpu = time.process_time()
-        began = trio.run(run_slots, slots, sampler, episodes, received)
+        began = trio.run(run_slots, slots, sampler, concurrency, episodes, received)
         cpu = time.process_time() - cpu
     # Until then there was a task for every slot that had ended one.
     until = over[-min(concurrency, episodes // 2)]

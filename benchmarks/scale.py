@@ -93,7 +93,7 @@ async def play(episodes: int) -> dict[str, float]:
     slots, sampler = slots_and_sampler(
         episodes, partial(CrowdedRoom, gathering, latency("exponential"), ToolTime()), CrowdedRoom.isolation
     )
-    await run_slots(slots, sampler, episodes, received)
+    await run_slots(slots, sampler, episodes, episodes, received)
     if outcomes != episodes:
         raise RuntimeError(f"{episodes} episodes were started and {outcomes} came back")
     return {

@@ -1,6 +1,8 @@
 """The generation engine: fixed slots, continuous batching, reuse of cached prefixes, weights that change on the way.
 
-Plain synchronous Python, driven chunk by chunk from one thread; it is deaf to who asks and why. Sees token ids only.
+Plain synchronous Python, driven call by call from one thread; it is deaf to who asks and why. Sees token ids only.
+Whoever drives it prefills while `needs_prefill`, and decodes a chunk after each such call: a long context is
+prefilled in calls of bounded size, and what decodes goes on in between.
 The maths is in `trouper.learner.decoder` and `trouper.learner.sampling`, the bookkeeping in `trouper.learner.slots`;
 here they meet in three compiled calls (decode a chunk, prefill rows, copy prefixes) whose shapes never depend on the
 requests. A context is cached up to its last token; the next decode step feeds that one, so prefill needs no logits.
@@ -130,8 +132,18 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether any request waits or runs."""
         return bool(self._waiting or self._running)
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether `prefill` has anything to do: a context that is not cached yet, or a request that can have a slot."""
+        return self._slots.needs_prefill(next(iter(self._waiting.values()), None))
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether `decode` has anything to do: a context is cached."""
+        return self._slots.live().size > 0
 
     @property
     def statistics(self) -> Statistics:
@@ -203,11 +215,11 @@ class Engine:
                 self._leave(slot)
             self._slots.release(conversation)
 
-    def step(self) -> list[Finished]:
-        """Admit what waits, prefill one call's worth, decode one chunk.
+    def prefill(self) -> None:
+        """Give slots to what waits and cache what is missing of the contexts, as much as one call takes.
 
-        Raises:
-            NumericsError: a log-prob is not finite; the engine is of no further use with these weights.
+        That is `prefill_rows` rows of `prefill_tokens` tokens at most, so that it delays those that decode by no more.
+        Returns when the device has done it.
         """
         copies = self._slots.replan(self.version)
         while self._waiting:
@@ -226,7 +238,38 @@ class Engine:
         # Members of a group wait for the first of them; what it has just cached they copy now, and decode at once.
         self._copy(self._slots.follow())
         self._slots.go_live()
-        return self._decode_live()
+        # Else the decode call that needs the cache would wait, and seem to take as long.
+        jax.block_until_ready(self._cache)  # type: ignore[no-untyped-call]  # JAX has no types here
+
+    def decode(self) -> list[Finished]:
+        """Decode one chunk for every request whose context is cached.
+
+        Returns:
+            Those that have ended.
+
+        Raises:
+            NumericsError: a log-prob is not finite; the engine is of no further use with these weights.
+        """
+        live = self._slots.live()
+        if not live.size:
+            return []
+        control = self._slots.control
+        reach = control[live, Column.POSITION] + np.minimum(control[live, Column.LEFT], self._chunk)
+        tokens, logprobs = self._decode(control, self._bucket(int(reach.max())), self._restricted > 0)
+        tokens, logprobs = tokens[:, live], logprobs[:, live]
+        self._chunks += 1
+        self._decoded += int(np.count_nonzero(tokens >= 0))
+        if not np.isfinite(logprobs).all():
+            broken = live[~np.isfinite(logprobs).all(axis=0)]
+            raise NumericsError(
+                f"weights {self.version} give log-probs that are not finite, first in request "
+                f"{self._slots.request(int(broken[0])).id}; the model has diverged, or overflows in its dtype"
+            )
+        finished = []
+        for slot, turn in self._slots.record(live, tokens, logprobs, self.version[1]):
+            finished.append(Finished(self._slots.request(slot).id, turn))
+            self._leave(slot)
+        return finished
 
     def swap(self, params: Any, version: Version, kv: Literal["keep", "recompute"]) -> None:
         """Sample under other weights from now on. Nothing cached under older ones is ever shared by conversations.
@@ -308,28 +351,6 @@ class Engine:
         )
         tokens, bits = np.asarray(drawn)
         return tokens, bits.view(np.float32)
-
-    def _decode_live(self) -> list[Finished]:
-        live = self._slots.live()
-        if not live.size:
-            return []
-        control = self._slots.control
-        reach = control[live, Column.POSITION] + np.minimum(control[live, Column.LEFT], self._chunk)
-        tokens, logprobs = self._decode(control, self._bucket(int(reach.max())), self._restricted > 0)
-        tokens, logprobs = tokens[:, live], logprobs[:, live]
-        self._chunks += 1
-        self._decoded += int(np.count_nonzero(tokens >= 0))
-        if not np.isfinite(logprobs).all():
-            broken = live[~np.isfinite(logprobs).all(axis=0)]
-            raise NumericsError(
-                f"weights {self.version} give log-probs that are not finite, first in request "
-                f"{self._slots.request(int(broken[0])).id}; the model has diverged, or overflows in its dtype"
-            )
-        finished = []
-        for slot, turn in self._slots.record(live, tokens, logprobs, self.version[1]):
-            finished.append(Finished(self._slots.request(slot).id, turn))
-            self._leave(slot)
-        return finished
 
     def _leave(self, slot: int) -> None:
         request = self._slots.request(slot)

@@ -15,14 +15,10 @@ from trouper.channels import Turn
 from trouper.learner.control import CONTROL_WIDTH, Column, Copy, Fill, allot, control_row
 from trouper.learner.request import Request, Version
 
-# Copying fewer cached tokens than this from another slot is not worth waiting for, unless they are a good part of
-# what is missing.
-_WORTH_A_COPY = 16
-
 
 def _worthwhile(missing: int) -> int:
-    """How many cached tokens are worth a copy when so many are missing."""
-    return max(1, min(_WORTH_A_COPY, missing // 4))
+    """How many cached tokens are worth a copy: a few are not worth waiting for, unless little is missing."""
+    return max(1, min(16, missing // 4))
 
 
 # What a slot is doing. Plain numbers, as they are compared in arrays: `phase >= FILLING` runs a request.
@@ -93,6 +89,14 @@ class Slots:
     def live(self) -> NDArray[np.intp]:
         """The slots that decode."""
         return np.flatnonzero(self.phase == LIVE)
+
+    def needs_prefill(self, first: Request | None) -> bool:
+        """Whether a slot's context is not cached yet, or `admit` has a slot for the first request that waits."""
+        filling = bool((self.phase == FILLING).any())
+        if filling or first is None:
+            return filling
+        own = self._conversations.get(first.conversation)
+        return bool((self.phase < FILLING).any()) if own is None else not self.runs(own)
 
     def runs(self, slot: int) -> bool:
         """Whether a slot fills or decodes."""

@@ -175,9 +175,13 @@ def faulty(faults: Faults, letters: Any, stream: Any, tasks: int | None, slow_sw
                 raise SamplerError("not this one")
             super().check(request)
 
-        def step(self) -> Any:
+        def prefill(self) -> None:
             faults.crash("engine dies")
-            return super().step()
+            super().prefill()
+
+        def decode(self) -> Any:
+            faults.crash("engine dies")
+            return super().decode()
 
         def swap(self, *args: Any) -> None:
             faults.crash("swap dies")

@@ -188,7 +188,7 @@ class Forgetful(SimulatedLearner):
 def game_of(play, letters, choose, peaks, **sections):
     """A run with speeds of its own, in which environments fail now and then."""
     speed = {
-        name: choose.choice([0.0, 0.1, 1.0, 10.0]) for name in ("step", "add", "update", "swap", "publish", "sync")
+        name: choose.choice([0.0, 0.1, 1.0, 10.0]) for name in ("decode", "add", "update", "swap", "publish", "sync")
     }
     pace, fails = choose.choice([0.0, 0.5, 5.0]), choose.choice([0.0, 0.0, 0.2])
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import trio
 
+from trouper.actors.account import DeviceTime
 from trouper.actors.generator import Generator
 from trouper.actors.sampler import MAX_DELIVERIES, Generate, Sampler
 from trouper.actors.simulation import SimulatedAccelerator, SimulatedEngine, checksum_of
 from trouper.channels import Channel, Reply, SamplerError, Sampling, Turn, Weights
-from trouper.learner.engine import Request
+from trouper.learner.engine import Finished, Request
 
 CONTEXT = np.array([1, 2, 3], np.int32)
 
@@ -34,12 +35,19 @@ class Bench:
         self.sampler = Sampler(make, weights(0), SimulatedAccelerator("sampler"), **{"max_waiting": 4, **options})
         self.requests = Channel[Generate]("requests", Generate, 2)
 
-    async def ask(self, tokens: int, seed: int = 0, scope: trio.CancelScope | None = None, stop: tuple[int, ...] = ()):
+    async def ask(
+        self,
+        tokens: int,
+        seed: int = 0,
+        scope: trio.CancelScope | None = None,
+        stop: tuple[int, ...] = (),
+        context: Any = CONTEXT,
+    ) -> Turn:
         """A turn of so many tokens, a chunk of two every 0.1 s."""
         with self.requests.sender() as sender:
             generator = Generator(self.sampler, sender, seed, scope or trio.CancelScope())
             try:
-                return await generator(CONTEXT, max_tokens=tokens, stop=stop, sampling=Sampling())
+                return await generator(context, max_tokens=tokens, stop=stop, sampling=Sampling())
             finally:
                 generator.close()
 
@@ -73,9 +81,9 @@ async def at(time: float, function: Callable[..., Any], *args: Any) -> Any:
     return await function(*args)
 
 
-def expected(seed: int, count: int) -> list[int]:
+def expected(seed: int, count: int, start: int = len(CONTEXT)) -> list[int]:
     engine = SimulatedEngine(weights(0))
-    return [engine.token(seed, len(CONTEXT) + index) for index in range(count)]
+    return [engine.token(seed, start + index) for index in range(count)]
 
 
 async def test_answers_are_the_engines_and_have_a_digest(autojump_clock) -> None:
@@ -126,6 +134,76 @@ async def test_more_requests_than_anything_holds_are_all_answered(autojump_clock
 
     await bench(*map(scene, range(40)))
     assert answered == [True] * 40
+
+
+class Filling(SimulatedEngine):
+    """A context is prefilled in calls of this many tokens; writes down the calls."""
+
+    BOUND = 2
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.calls: list[str] = []
+        self._missing: dict[int, int] = {}
+
+    @property
+    def needs_prefill(self) -> bool:
+        return super().needs_prefill or bool(self._missing)
+
+    @property
+    def can_decode(self) -> bool:
+        return len(self._sampled) > len(self._missing)
+
+    def prefill(self) -> None:
+        self.calls.append("prefill")
+        for id in self._requests.keys() - self._sampled.keys():
+            self._missing[id] = len(self._requests[id].tokens)
+        super().prefill()
+        left = {id: missing - self.BOUND for id, missing in self._missing.items()}
+        self._missing = {id: missing for id, missing in left.items() if missing > 0}
+
+    def decode(self) -> list[Finished]:
+        self.calls.append("decode")
+        held = {id: self._sampled.pop(id) for id in self._missing}
+        finished = super().decode()
+        self._sampled |= held
+        return finished
+
+
+async def test_a_long_context_is_prefilled_between_the_chunks_of_the_others(autojump_clock) -> None:
+    said: list[str] = []
+    time = DeviceTime(lambda flows, annotations: said.append(time.activity))
+    bench, turns = Bench(Filling, time=time), {}
+
+    async def ask(seed: int, tokens: int) -> None:
+        turns[seed] = (await bench.ask(tokens, seed, context=np.arange(8 * seed + 2, dtype=np.int32))).tokens.tolist()
+
+    await bench(lambda: ask(0, 12), lambda: at(0.05, ask, 1, 4))
+    calls = bench.engines[0].calls
+    assert calls == ["prefill", "decode", *["prefill", "decode"] * 5, "decode"], "no prefill where nothing waits for it"
+    assert [what for what in said if what in ("prefill", "decode")] == calls
+    assert turns == {0: expected(0, 12, start=2), 1: expected(1, 4, start=10)}
+
+
+async def test_a_context_that_nobody_waits_beside_is_prefilled_without_chunks(autojump_clock) -> None:
+    bench = Bench(Filling)
+    await bench(lambda: bench.ask(2, context=np.arange(6, dtype=np.int32)))
+    assert bench.engines[0].calls == ["prefill", "prefill", "prefill", "decode"]
+
+
+async def test_new_weights_come_between_two_prefill_calls(autojump_clock) -> None:
+    bench = Bench(Filling)
+    bench.sampler._accelerator = SimulatedAccelerator("sampler", lambda call: 1.0 if call == "prefill" else 0.1)
+
+    async def ask() -> None:
+        turn = await bench.ask(2, context=np.arange(6, dtype=np.int32))
+        assert turn.versions.tolist() == [1, 1]
+
+    async def update() -> None:
+        await at(1.5, bench.sampler.update, weights(1))
+        assert trio.current_time() < 2.5
+
+    await bench(ask, update)
 
 
 # New weights ---------------------------------------------------------------------------------------------------
@@ -249,7 +327,7 @@ async def test_an_abort_that_leaves_nothing_to_ask_is_an_answer(autojump_clock, 
     class Late(Watched):
         def abort(self, id: int) -> Turn | None:
             while True:
-                for finished in super().step():
+                for finished in super().decode():
                     return finished.turn
 
     bench = Bench(Late, mode="abort")
@@ -320,14 +398,14 @@ async def test_a_refusal_reaches_an_asker_that_shields_itself(autojump_clock) ->
 
 
 def mortal(deaths: list[float]) -> type[SimulatedEngine]:
-    """Dies in the first step at or after each of these times."""
+    """Dies in the first chunk at or after each of these times."""
 
     class Mortal(SimulatedEngine):
-        def step(self) -> Any:
+        def decode(self) -> Any:
             if deaths and trio.current_time() >= deaths[0]:
                 deaths.pop(0)
                 raise RuntimeError("device lost")
-            return super().step()
+            return super().decode()
 
     return Mortal
 

@@ -49,7 +49,7 @@ async def test_a_sampler_that_refuses_everything_ends_the_run_at_once(autojump_c
 
 async def test_a_device_that_is_gone_for_good_ends_the_run_with_its_error(autojump_clock, play) -> None:
     class Dead(SimulatedEngine):
-        def step(self) -> Any:
+        def decode(self) -> Any:
             raise RuntimeError("device lost")
 
     with pytest.raises(RestartLimit, match=r"'sampler'.*device lost"):

@@ -155,7 +155,8 @@ def fresh(held: Weights, context: Any, tokens: int, seed: int, sampling: Samplin
     engine = real_engine(held)
     engine.submit(Request(0, 0, context, tokens, sampling=sampling, seed=seed))
     while True:
-        for finished in engine.step():
+        engine.prefill()
+        for finished in engine.decode():
             return finished.turn
 
 
@@ -245,12 +246,12 @@ class Faulty(SimulatedEngine):
     def checksum(self) -> int:
         return super().checksum() ^ self.wrong
 
-    def step(self) -> Any:
+    def decode(self) -> Any:
         assert not self.wrong, "sampled from weights that nobody has attested"
         if self.deaths and trio.current_time() >= self.deaths[0]:
             self.deaths.pop(0)
             raise RuntimeError("device lost")
-        return super().step()
+        return super().decode()
 
 
 def faulty(

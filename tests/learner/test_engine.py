@@ -11,7 +11,7 @@ from flax import nnx
 
 from trouper.channels import NumericsError, SamplerError, Sampling, Turn
 from trouper.learner.decoder import Decoder
-from trouper.learner.engine import Engine, RecompileWarning, Request
+from trouper.learner.engine import Engine, Finished, RecompileWarning, Request
 from trouper.learner.model_config import ModelConfig
 from trouper.learner.request import joined, rest
 
@@ -52,10 +52,17 @@ def request(id: int, tokens: Sequence[int], max_tokens: int = 8, **kwargs: Any) 
     return Request(id, kwargs.pop("conversation", id), np.array(tokens, np.int32), max_tokens, **kwargs)
 
 
+def step(built: Engine) -> list[Finished]:
+    """One prefill call and one chunk, as the sampler makes them."""
+    if built.needs_prefill:
+        built.prefill()
+    return built.decode()
+
+
 def finish(built: Engine) -> dict[int, Turn]:
     turns = {}
     while built.busy:
-        turns.update({finished.id: finished.turn for finished in built.step()})
+        turns.update({finished.id: finished.turn for finished in step(built)})
     return turns
 
 
@@ -274,7 +281,7 @@ def test_an_id_that_runs_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="request 0 runs or waits"):
             built.submit(request(0, [1, 2]))
-        built.step()
+        step(built)
 
 
 def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
@@ -292,11 +299,11 @@ def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
 # -------------------------------------------------------------------- reuse
 
 
-def test_a_group_that_arrives_at_once_is_prefilled_once_and_decodes_in_the_same_step() -> None:
+def test_a_group_that_arrives_at_once_is_prefilled_once_and_decodes_at_once() -> None:
     built, prompt = engine(), list(range(20))
     for member in range(4):
         built.submit(request(member, prompt, 6, seed=member))
-    built.step()
+    step(built)
     assert built.statistics.prefill_tokens == 19
     assert built.statistics.reused_tokens == 3 * 19
     assert built.statistics.decoded_tokens == 4 * 4
@@ -313,6 +320,45 @@ def test_a_conversation_prefills_only_what_is_new() -> None:
     built.submit(request(1, context, 6, conversation="a"))
     same(finish(built)[1], alone(request(1, context, 6)))
     assert built.statistics.prefill_tokens - before == 3
+
+
+def test_tasks_with_the_same_system_prompt_share_it_whenever_they_come() -> None:
+    system = list(range(16))
+    tasks = [request(id, [*system, 20 + id, 30, id, *range(id)], 6, seed=id) for id in range(6)]
+    built = engine()
+    for asked in tasks[:2]:  # at once: the second waits for what the first computes
+        built.submit(asked)
+    turns = finish(built)
+    for asked in tasks[2:]:  # slots are free first, and then none is
+        if asked.id == 2:
+            built.release(0)
+        built.submit(asked)
+        turns |= finish(built)
+    assert built.statistics.evictions == 1
+    alone_tokens = sum(len(asked.tokens) - 1 for asked in tasks)
+    assert built.statistics.prefill_tokens == alone_tokens - 5 * len(system)
+    for asked in tasks:
+        same(turns[asked.id], alone(asked))
+
+
+def test_the_conversation_used_longest_ago_makes_room_and_the_others_keep_theirs() -> None:
+    built = engine(slots=2)
+    contexts = {name: [start, *range(8)] for start, name in enumerate("abc", 9)}
+
+    def turn_of(name: str, id: int) -> int:
+        """How many tokens it prefilled."""
+        before = built.statistics.prefill_tokens
+        asked = request(id, contexts[name], 3, conversation=name, seed=id)
+        built.submit(asked)
+        turn = finish(built)[id]
+        same(turn, alone(asked))
+        contexts[name] += [*turn.tokens.tolist(), 31]
+        return built.statistics.prefill_tokens - before
+
+    assert [turn_of(name, id) for id, name in enumerate("aba")] == [8, 8, 1]
+    assert (turn_of("c", 3), built.statistics.evictions) == (8, 1)
+    assert (turn_of("a", 4), built.statistics.evictions) == (1, 1), "b was used longest ago, not a"
+    assert (turn_of("b", 5), built.statistics.evictions) == (len(contexts["b"]) - 5, 2)
 
 
 def test_an_evicted_conversation_goes_on_as_if_it_had_not_been() -> None:
@@ -334,22 +380,84 @@ def test_requests_beyond_the_slots_wait_in_line() -> None:
     for id in range(5):
         built.submit(request(id, [1, 2, id], 4))
     assert (built.waiting, built.live) == (5, 0)
-    assert [finished.id for finished in built.step()] == [0, 1]
+    assert [finished.id for finished in step(built)] == [0, 1]
     assert (built.waiting, built.live, built.busy) == (3, 0, True)
-    assert [finished.id for finished in built.step()] == [2, 3]
-    assert [finished.id for finished in built.step()] == [4]
+    assert [finished.id for finished in step(built)] == [2, 3]
+    assert [finished.id for finished in step(built)] == [4]
     assert not built.busy
-    assert built.step() == []
+    assert step(built) == []
 
 
 def test_a_long_prompt_does_not_stall_what_decodes() -> None:
     built = engine(prefill_rows=1, prefill_tokens=4)
     built.submit(request(0, [1, 2], 12))
     built.submit(request(1, range(30), 4, seed=1))
-    answered = [[finished.id for finished in built.step()] for _ in range(3)]
+    answered = [[finished.id for finished in step(built)] for _ in range(3)]
     assert answered == [[], [], [0]]
     assert built.live == 1
     same(finish(built)[1], alone(request(1, range(30), 4, seed=1)))
+
+
+def test_a_long_context_is_prefilled_in_bounded_calls_and_chunks_come_in_between() -> None:
+    built = engine(prefill_rows=2, prefill_tokens=4)
+    running, long = request(0, [1, 2], 20, seed=2), request(1, range(30), 6, seed=1)
+    built.submit(running)
+    step(built)
+    built.submit(long)
+    computed, sampled = [], []
+    while built.needs_prefill:
+        before = built.statistics
+        built.prefill()
+        between = built.statistics
+        assert between.decoded_tokens == before.decoded_tokens
+        built.decode()
+        computed.append(between.prefill_tokens - before.prefill_tokens)
+        sampled.append(built.statistics.decoded_tokens - between.decoded_tokens)
+    assert computed == [8, 8, 8, 5], "two rows of four tokens at most"
+    assert sampled == [4, 4, 4, 4 + 4], "a chunk of the one that runs after every call, and at last one of both"
+    assert built.live == 1
+    same(finish(built)[1], alone(long))
+
+
+def test_a_long_context_changes_no_token_of_what_runs_beside_it() -> None:
+    built = engine(prefill_rows=1, prefill_tokens=4)
+    running, long = request(0, [1, 2], 40, seed=2), request(1, range(30), 6, seed=1)
+    built.submit(running)
+    step(built)
+    built.submit(long)
+    turns = finish(built)
+    for asked in (running, long):
+        same(turns[asked.id], alone(asked))
+
+
+def test_the_engine_says_what_there_is_to_do() -> None:
+    def due() -> tuple[bool, bool]:
+        return built.needs_prefill, built.can_decode
+
+    built = engine(slots=2, prefill_rows=1, prefill_tokens=4)
+    assert due() == (False, False)
+    built.submit(request(0, [1, 2], 8))
+    assert due() == (True, False)
+    built.prefill()
+    assert due() == (False, True)
+    built.submit(request(1, [1, 2, 3], 8, conversation=0))
+    assert due() == (False, True), "it has to wait for the first of its conversation"
+    built.cancel(1)
+    built.submit(request(2, range(9), 8))
+    for _ in range(2):
+        assert due() == (True, True)
+        built.prefill()
+    built.submit(request(3, [5, 6], 8))
+    assert due() == (False, True), "no slot is free"
+    built.decode()
+    built.decode()
+    assert (due(), built.waiting) == ((True, False), 1)
+    built.prefill()
+    built.swap(W1, (0, 1), "recompute")
+    assert due() == (True, False), "it has to be computed again"
+    built.cancel(3)
+    assert due() == (False, False)
+    assert built.decode() == []
 
 
 def test_a_finished_slot_does_not_run_on() -> None:
@@ -366,7 +474,7 @@ def test_cancel_takes_back_what_waits_and_what_runs() -> None:
     built = engine(slots=1)
     for id in range(3):
         built.submit(request(id, [1, 2, id], 12))
-    built.step()
+    step(built)
     built.cancel(0)
     built.cancel(1)
     built.cancel(77)
@@ -376,7 +484,7 @@ def test_cancel_takes_back_what_waits_and_what_runs() -> None:
 def test_release_forgets_a_conversation_and_cancels_what_runs_of_it() -> None:
     built = engine(slots=2)
     built.submit(request(0, [1, 2, 3], 12, conversation="a"))
-    built.step()
+    step(built)
     built.release("a")
     built.release("unknown")
     assert not built.busy
@@ -394,7 +502,7 @@ def aborted(built: Engine, asked: Request, steps: int, *, swap: Any = None) -> T
     built.submit(asked)
     while True:
         for _ in range(steps):
-            for finished in built.step():
+            for finished in step(built):
                 return finished.turn if part is None else joined(part, finished.turn)
         new = built.abort(asked.id)
         if new is not None:
@@ -429,7 +537,7 @@ def test_an_aborted_generation_goes_on_where_its_conversation_lost_its_slot() ->
 
     def intrude() -> None:
         built.submit(request(7, [3, 2, 1], 2))
-        while not built.step():
+        while not step(built):
             pass
 
     same(aborted(built, asked, 2, swap=intrude), alone(asked))
@@ -440,7 +548,7 @@ def test_what_waits_or_fills_is_taken_back_without_a_token() -> None:
     built = engine(slots=1, prefill_rows=1, prefill_tokens=4)
     for id in range(2):
         built.submit(request(id, range(20 + id), 8, seed=id))
-    built.step()
+    step(built)
     assert (built.live, built.waiting) == (1, 1)
     assert [built.abort(id) for id in (0, 1, 77)] == [None] * 3
     assert not built.busy
@@ -452,7 +560,7 @@ def test_an_aborted_turn_is_what_was_sampled_so_far() -> None:
     built, asked = engine(chunk=2), request(0, [7] * 40, 8, seed=1)
     built.submit(asked)
     for _ in range(2):  # so long a context takes two calls to prefill
-        built.step()
+        step(built)
     part = built.abort(0)
     assert part is not None
     assert (len(part.tokens), part.versions.tolist(), part.finish, part.kv_version) == (2, [0, 0], "length", 0)
@@ -498,7 +606,7 @@ def test_a_new_life_may_go_back_in_steps_and_everything_is_computed_again(kv: Li
     built.submit(request(0, prompt, 4, conversation="idle"))
     context = [*prompt, *finish(built)[0].tokens.tolist(), 1]
     built.submit(request(1, prompt, 4))
-    built.step()
+    step(built)
     built.swap(W1, (2, 3), kv)
     before = built.statistics
     asked = [request(2, context, 4, conversation="idle"), request(3, [*prompt, 9], 4, seed=3)]
@@ -543,7 +651,7 @@ def test_new_weights_in_flight_are_stamped_token_by_token(kv: Literal["keep", "r
     built, prompt = engine(chunk=2, prefill_tokens=16), list(range(12))
     for member in range(2):
         built.submit(request(member, prompt, 4, seed=member))
-    built.step()
+    step(built)
     built.swap(W1, (0, 1), kv)
     newcomer = request(7, prompt, 4, seed=7)
     built.submit(newcomer)
@@ -565,7 +673,7 @@ def test_kept_keys_are_those_of_the_old_weights() -> None:
     """`keep` really keeps: the second half differs from both weights' full forward pass."""
     built, prompt = engine(chunk=2, prefill_tokens=16), list(range(12))
     built.submit(request(0, prompt, 4))
-    built.step()
+    step(built)
     built.swap(W1, (0, 1), "keep")
     turn = finish(built)[0]
     for weights in (W0, W1):
@@ -590,13 +698,13 @@ def test_new_weights_while_a_long_prompt_is_prefilled() -> None:
     built, prompt = engine(prefill_rows=1, prefill_tokens=4), list(range(30))
     built.submit(request(0, prompt, 6))
     built.submit(request(1, prompt, 6, seed=1))
-    built.step()
+    step(built)
     built.swap(W1, (0, 1), "recompute")
     for id, turn in finish(built).items():
         same(turn, alone(request(id, prompt, 6, seed=id), weights=W1))
     built.submit(request(2, [9, *prompt], 6))
     built.submit(request(3, [9, *prompt], 6, seed=3))
-    built.step()
+    step(built)
     built.swap(W0, (0, 2), "keep")
     turns = finish(built)
     assert turns[2].kv_version == 1
@@ -651,11 +759,12 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     assert built.checksum() != before
 
 
-def test_weights_that_overflow_end_the_run_by_name() -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2)], ids=["free", "p", "k"])
+def test_weights_that_overflow_end_the_run_by_name(sampling: Sampling) -> None:
     built = engine(weights=jax.tree.map(lambda leaf: leaf * jnp.nan, W0))
-    built.submit(request(41, [1, 2, 3]))
+    built.submit(request(41, [1, 2, 3], sampling=sampling))
     with pytest.raises(NumericsError, match="request 41"):
-        built.step()
+        step(built)
 
 
 # -------------------------------------------------------------------- shapes
@@ -674,7 +783,7 @@ def test_nothing_compiles_after_the_warm_up(compilations: list[str]) -> None:
         length = int(rng.integers(1, 20))
         sampling = [GREEDY, Sampling(), Sampling(0.7, 0.9, 5)][id % 3]
         built.submit(request(id, [1] * length, int(rng.integers(1, 20)), sampling=sampling, stop=(3,) * (id % 4)))
-    built.step()
+    step(built)
     built.swap(copied, (1, 0), "recompute")
     finish(built)
     built.swap(placed, (1, 1), "keep")
@@ -706,7 +815,7 @@ def test_a_shape_that_was_not_declared_is_named_once_and_counted() -> None:
 def test_warming_up_changes_nothing_that_is_cached() -> None:
     built = engine()
     built.submit(request(0, range(12), 12))
-    built.step()
+    step(built)
     built.warm_up()
     same(finish(built)[0], alone(request(0, range(12), 12)))
 
@@ -756,7 +865,7 @@ def test_a_random_workload_gives_what_each_request_gives_alone(seed: int) -> Non
                 built.cancel(old)
             open_ids -= set(running)
         for _ in range(int(rng.integers(0, 3))):
-            done = {finished.id: finished.turn for finished in built.step()}
+            done = {finished.id: finished.turn for finished in step(built)}
             turns |= done
             open_ids -= set(done)
     turns |= finish(built)

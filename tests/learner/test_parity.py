@@ -31,7 +31,8 @@ def play(engine, prompts, temperatures, observe):
             request = Request(number, (group, member), context, 6, sampling, (3, 5), seed=97 * number + turn)
             engine.submit(request)
         while engine.busy:
-            for finished in engine.step():
+            engine.prefill()
+            for finished in engine.decode():
                 key = divmod(finished.id, MEMBERS)
                 turns[key].append((len(tokens[key]), finished.turn))
                 tokens[key] = np.concatenate([tokens[key], finished.turn.tokens, observe()])
@@ -92,7 +93,8 @@ def test_a_published_copy_gives_the_engine_the_trained_weights(make_decoder, ran
         engine.submit(Request(0, 0, np.array([1, 2, 3], np.int32), 8, Sampling(0.0)))
         turns = []
         while not turns:
-            turns = engine.step()
+            engine.prefill()
+            turns = engine.decode()
         engine.release(0)
         return turns[0].turn.tokens.tolist()
 

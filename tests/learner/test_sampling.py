@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -14,6 +14,7 @@ from trouper.learner import sampling
 
 sample = jax.jit(sampling.sample, static_argnames="vocab_limit")
 uniforms = jax.jit(sampling.uniforms)
+kept = jax.jit(sampling.kept)
 
 
 def log_softmax(logits: NDArray[Any], temperature: float = 1.0) -> NDArray[np.float64]:
@@ -141,8 +142,43 @@ def test_top_p_and_top_k_keep_and_renormalise(top_p: float, top_k: int, survivor
 
 
 def test_equal_logits_are_kept_lowest_id_first() -> None:
-    keep = jax.jit(sampling.kept)(jnp.zeros((1, 6)), jnp.ones(1), jnp.array([4]))
+    keep = kept(jnp.zeros((1, 6)), jnp.ones(1), jnp.array([4]))
     assert keep.tolist() == [[True, True, True, True, False, False]]
+
+
+def kept_by_sorting(logits: NDArray[np.float32], top_p: float, top_k: int) -> NDArray[np.bool_]:
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    mass = np.exp(logits[order].astype(np.float64) - logits.max())
+    before = (mass.cumsum() - mass) / mass.sum()
+    assume(top_p == 1 or np.abs(before - top_p).min() > 1e-6)  # else rounding decides
+    mask = np.zeros(len(logits), np.bool_)
+    mask[order[(before < top_p) | (top_p == 1)]] = True
+    return mask
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32 - 1), ties=st.sampled_from([0, 1, 3]), hidden=st.booleans())
+def test_what_is_kept_is_what_sorting_finds(seed: int, ties: int, hidden: bool) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(size=(8, 37)) * rng.choice([0.1, 3, 40], size=(8, 1))).astype(np.float32)
+    if ties:  # among them zeros of both signs
+        logits = np.round(logits / ties) * ties
+    if hidden:
+        logits[:, 30:] = -np.inf
+    top_p = rng.choice(np.array([0.0123457, 0.5012347, 0.9501237, 1], np.float32), 8)
+    top_k = rng.choice(np.array([0, 1, 5, 36, 37, 99], np.int32), 8)
+    keep = np.asarray(kept(logits, top_p, top_k))
+    for row, p, k, mask in zip(logits, top_p.tolist(), top_k.tolist(), keep, strict=True):
+        likely = np.exp(row - row.max()) > 0  # what has no mass is never drawn, kept or not
+        np.testing.assert_array_equal(mask & likely, kept_by_sorting(row, p, k) & likely)
+
+
+@pytest.mark.parametrize("top", [(1.0, 0), (0.9, 0), (1.0, 2), (0.9, 2)])
+def test_a_logit_that_is_no_number_is_not_hidden_by_a_limit(top: tuple[float, int]) -> None:
+    logits = np.array([[1, 2, np.nan, 3]], np.float32)
+    limits = (jnp.array([top[0]]), jnp.array([top[1]]))
+    _, logprobs = sample(jnp.asarray(logits), jnp.array([0.5]), jnp.ones(1), limits)
+    assert np.isnan(logprobs).all()
 
 
 def test_a_slot_without_limits_draws_the_same_next_to_one_with_limits() -> None:

@@ -20,7 +20,7 @@ def test_a_killed_run_leaves_a_trace_of_all_it_did(folder):
     path = run / "trace.perfetto-trace"
     killed = read(path)
     assert len(killed.of("trainer device", "optimizer step")) >= 6
-    assert {"compile", "prefill, decode", "swap", "attest"} <= {span.name for span in killed.of("sampler device")}
+    assert {"compile", "prefill", "decode", "swap", "attest"} <= {span.name for span in killed.of("sampler device")}
     assert {"reset", "step"} <= {span.name for span in killed.of("environment 0")}
     assert killed.counters.keys() >= {"queue/groups/depth", "memory/resident_mib", "throughput/tokens_per_s"}
     assert all(span.outer in killed.of("slot 0", "attempt") for span in killed.of("slot 0", "generate"))
