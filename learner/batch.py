@@ -8,7 +8,7 @@ as they fit. Lengths and masks travel with the data; no id is ever compared with
 The last sampled token of a row, and what stands after it, predict nothing that is trained: they are not laid out.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from trouper.channels import ConfigError, NumericsError, Row
+
+BUCKET_STEP = 128
+"""Bucket widths chosen here are multiples of this: the lanes of a TPU, and so few tokens that a narrower call would
+mostly add up gradients."""
 
 
 class BatchConfig(Struct, frozen=True, kw_only=True):
@@ -25,7 +29,8 @@ class BatchConfig(Struct, frozen=True, kw_only=True):
         row_tokens: width of the widest packed row in tokens. It must hold the longest row of an episode; to run a
             shared prompt through the model once it must hold the prompt and every member's completion.
         micro_batch_size: packed rows in one device call.
-        buckets: narrower widths, each compiled too; a call takes the narrowest that holds its longest piece.
+        buckets: narrower widths, each compiled too; a call takes the narrowest that holds its rows. None means a half
+            and three quarters of `row_tokens`, rounded up to a multiple of `BUCKET_STEP`.
         trained_tokens: most trained tokens in a packed row, which bounds the memory of the logits; None means
             `row_tokens`.
         share_prefix: whether equal prompts of a group are laid out once.
@@ -33,7 +38,7 @@ class BatchConfig(Struct, frozen=True, kw_only=True):
 
     row_tokens: int
     micro_batch_size: int = 1
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[int, ...] | None = None
     trained_tokens: int | None = None
     share_prefix: bool = True
 
@@ -44,7 +49,7 @@ class BatchConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"micro_batch_size = {self.micro_batch_size}; it must be 1 or more")
         if self.trained_tokens is not None and self.trained_tokens < 1:
             raise ValueError(f"trained_tokens = {self.trained_tokens}; it must be 1 or more, or left out")
-        wrong = [width for width in self.buckets if not 1 <= width < self.row_tokens]
+        wrong = [width for width in self.buckets or () if not 1 <= width < self.row_tokens]
         if wrong:
             raise ValueError(f"buckets {wrong} must lie between 1 and row_tokens = {self.row_tokens}, which is added")
 
@@ -52,7 +57,11 @@ class BatchConfig(Struct, frozen=True, kw_only=True):
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (tokens, trained tokens) of a packed row that can be compiled, narrowest first."""
         limit = self.row_tokens if self.trained_tokens is None else self.trained_tokens
-        return tuple((width, min(width, limit)) for width in sorted({*self.buckets, self.row_tokens}))
+        buckets = self.buckets
+        if buckets is None:
+            rounded = (-(-self.row_tokens * quarters // (4 * BUCKET_STEP)) * BUCKET_STEP for quarters in (2, 3))
+            buckets = tuple(width for width in rounded if width < self.row_tokens)
+        return tuple((width, min(width, limit)) for width in sorted({*buckets, self.row_tokens}))
 
 
 class MicroBatch(NamedTuple):
@@ -233,19 +242,24 @@ class Packer:
 
     def full(self) -> Iterator[MicroBatch]:
         """Micro-batches that are complete now. The fullest rows go first; the last, open ones stay."""
-        rows, shape = self._rows()
+        rows = _pack(self._pending, self._config.shapes[-1])
         size = self._config.micro_batch_size
         while len(rows) > size:
-            yield self._assemble(rows[:size], shape)
+            yield self._assemble(rows[:size])
             rows = rows[size:]
         self._pending = [piece for row in rows for piece in row]
 
     def rest(self) -> Iterator[MicroBatch]:
         """Micro-batches of all that is left, the last one padded with empty rows."""
-        rows, shape = self._rows()
         size = self._config.micro_batch_size
-        for start in range(0, len(rows), size):
-            yield self._assemble(rows[start : start + size], shape)
+        layouts = []
+        for shape in self._config.shapes:
+            if all(piece.width <= shape[0] and piece.trained <= shape[1] for piece in self._pending):
+                rows = _pack(self._pending, shape)
+                layouts.append([rows[start : start + size] for start in range(0, len(rows), size)])
+        # Least padding; among equals the fewest calls, as each adds a gradient as large as the model.
+        for rows in min(layouts, key=lambda calls: (sum(self._shape(rows)[0] for rows in calls), len(calls))):
+            yield self._assemble(rows)
         self._pending = []
 
     @staticmethod
@@ -263,29 +277,14 @@ class Packer:
             open_piece = grown
         yield open_piece
 
-    def _rows(self) -> tuple[list[list[_Piece]], tuple[int, int]]:
-        """Pending pieces in packed rows, fullest rows first, and the shape: the narrowest that holds every piece."""
-        if not self._pending:
-            return [], self._config.shapes[0]
-        need = max(piece.width for piece in self._pending), max(piece.trained for piece in self._pending)
-        shape = next(s for s in self._config.shapes if s[0] >= need[0] and s[1] >= need[1])
-        # First fit, longest first: at most 11/9 of the rows that the best packing takes.
-        rows: list[list[_Piece]] = []
-        left: list[tuple[int, int]] = []
-        for piece in sorted(self._pending, key=lambda piece: -piece.width):
-            width, trained = piece.width, piece.trained
-            fitting = (i for i, room in enumerate(left) if width <= room[0] and trained <= room[1])
-            index = next(fitting, len(rows))
-            if index == len(rows):
-                rows.append([])
-                left.append(shape)
-            rows[index].append(piece)
-            left[index] = (left[index][0] - width, left[index][1] - trained)
-        order = sorted(range(len(rows)), key=lambda index: left[index])
-        return [rows[index] for index in order], shape
+    def _shape(self, rows: Sequence[Sequence[_Piece]]) -> tuple[int, int]:
+        """The narrowest that holds these rows."""
+        width = max(sum(piece.width for piece in row) for row in rows)
+        trained = max(sum(piece.trained for piece in row) for row in rows)
+        return next(shape for shape in self._config.shapes if width <= shape[0] and trained <= shape[1])
 
-    def _assemble(self, rows: Sequence[Iterable[_Piece]], shape: tuple[int, int]) -> MicroBatch:
-        batch = empty_micro_batch(self._config.micro_batch_size, *shape)
+    def _assemble(self, rows: Sequence[Sequence[_Piece]]) -> MicroBatch:
+        batch = empty_micro_batch(self._config.micro_batch_size, *self._shape(rows))
         self.slots += batch.tokens.size
         for index, pieces in enumerate(rows):
             at = trained_at = segment = 0
@@ -293,6 +292,24 @@ class Packer:
                 at, trained_at, segment = _lay_out(batch, index, piece, at, trained_at, segment)
             self.tokens += at
         return batch
+
+
+def _pack(pieces: Sequence[_Piece], shape: tuple[int, int]) -> list[list[_Piece]]:
+    """Pieces in packed rows of a shape that holds each of them, fullest rows first."""
+    # First fit, longest first: at most 11/9 of the rows that the best packing takes.
+    rows: list[list[_Piece]] = []
+    left: list[tuple[int, int]] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.width):
+        width, trained = piece.width, piece.trained
+        fitting = (i for i, room in enumerate(left) if width <= room[0] and trained <= room[1])
+        index = next(fitting, len(rows))
+        if index == len(rows):
+            rows.append([])
+            left.append(shape)
+        rows[index].append(piece)
+        left[index] = (left[index][0] - width, left[index][1] - trained)
+    order = sorted(range(len(rows)), key=lambda index: left[index])
+    return [rows[index] for index in order]
 
 
 def _lay_out(

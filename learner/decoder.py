@@ -25,6 +25,9 @@ long."""
 # A finite stand-in for minus infinity: a fully masked (padding) query then gives numbers, not NaN.
 _MASKED = -1e30
 
+_QUERY_BLOCK = 128
+"""Fewest queries that attend at a time in whole rows; see `Attention.attend_rows`."""
+
 
 def make_cache(config: ModelConfig, slots: int, length: int, dtype: jnp.dtype | type = jnp.float32) -> Cache:
     """Zeroed keys and values for `slots` conversations of at most `length` tokens."""
@@ -117,9 +120,10 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries [B, T, H, head_dim] and keys, and values [B, T, K, head_dim]."""
         c = self.config
-        q = self.q_proj(x).reshape(*x.shape[:-1], c.num_attention_heads, c.head_dim)
-        k = self.k_proj(x).reshape(*x.shape[:-1], c.num_key_value_heads, c.head_dim)
-        v = self.v_proj(x).reshape(*x.shape[:-1], c.num_key_value_heads, c.head_dim)
+        flat = _flat(x)
+        q = self.q_proj(flat).reshape(*x.shape[:-1], c.num_attention_heads, c.head_dim)
+        k = self.k_proj(flat).reshape(*x.shape[:-1], c.num_key_value_heads, c.head_dim)
+        v = self.v_proj(flat).reshape(*x.shape[:-1], c.num_key_value_heads, c.head_dim)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
@@ -134,17 +138,59 @@ class Attention(nnx.Module):
             v: [B, K, C, head_dim].
             mask: bool [B, T, C], true where a query may look.
         """
+        return self._output(_mix(self._grouped(q), k, v, mask))
+
+    def attend_rows(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        """`attend` over whole rows, for training: the scores of every query for every key never exist at once.
+
+        Queries go in at most eight blocks. Each leaves out the keys after its end, nearly half of all; and its scores
+        are computed again in the backward pass, which costs no time, as little as they are, and saves their memory.
+
+        Args:
+            q: [B, T, H, head_dim].
+            k: [B, K, head_dim, T].
+            v: [B, K, T, head_dim].
+            mask: bool [B, T, T], false wherever the key comes after the query.
+        """
+        grouped, length = self._grouped(q), q.shape[1]
+        size = max(_QUERY_BLOCK, -(-length // 8))
+        spans = [(start, min(start + size, length)) for start in range(0, length, size)]
+        mix = jax.checkpoint(_mix)
+        mixed = [mix(grouped[:, :, a:b], k[..., :b], v[:, :, :b], mask[:, a:b, :b]) for a, b in spans]
+        return self._output(jnp.concatenate(mixed, axis=2))
+
+    def _grouped(self, q: jax.Array) -> jax.Array:
+        """Scaled queries by the key-value head they look at, [B, K, T, H / K, head_dim]."""
         c = self.config
-        batch, length, seen = *q.shape[:2], v.shape[2]
-        grouped = (q * c.head_dim**-0.5).reshape(batch, length, c.num_key_value_heads, -1, c.head_dim).swapaxes(1, 2)
-        # The queries of a key-value head as rows of one matrix: with T = 1 XLA's CPU backend takes half the time for
-        # one batched product that it takes for a contraction over five axes.
-        rows = grouped.reshape(batch, c.num_key_value_heads, -1, c.head_dim)
-        scores = jnp.einsum("bkmd,bkds->bkms", rows, k.astype(q.dtype)).astype(jnp.float32)
-        scores = jnp.where(mask[:, None, :, None], scores.reshape(*grouped.shape[:-1], seen), _MASKED)
-        weights = jax.nn.softmax(scores, -1).astype(q.dtype).reshape(*rows.shape[:-1], seen)
-        mixed = jnp.einsum("bkms,bksd->bkmd", weights, v.astype(q.dtype)).reshape(grouped.shape).swapaxes(1, 2)
-        return self.o_proj(mixed.reshape(batch, length, -1))
+        scaled: jax.Array = (q * c.head_dim**-0.5).reshape(*q.shape[:2], c.num_key_value_heads, -1, c.head_dim)
+        return scaled.swapaxes(1, 2)
+
+    def _output(self, mixed: jax.Array) -> jax.Array:
+        """[B, T, D] from mixed values in the shape of `_grouped`."""
+        rows = mixed.swapaxes(1, 2)
+        batch, length = rows.shape[:2]
+        output: jax.Array = self.o_proj(rows.reshape(batch * length, -1))
+        return output.reshape(batch, length, -1)
+
+
+def _mix(grouped: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mixed values for scaled queries [B, K, T, H / K, head_dim], in their shape; the rest as in `Attention.attend`."""
+    # The queries of a key-value head as rows of one matrix: with T = 1 XLA's CPU backend takes half the time for one
+    # batched product that it takes for a contraction over five axes.
+    rows = grouped.reshape(*grouped.shape[:2], -1, grouped.shape[-1])
+    scores = jnp.einsum("bkmd,bkds->bkms", rows, k.astype(rows.dtype)).astype(jnp.float32)
+    scores = jnp.where(mask[:, None, :, None], scores.reshape(*grouped.shape[:-1], -1), _MASKED)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    unscaled = weights.astype(rows.dtype).reshape(*rows.shape[:-1], -1)
+    mixed = jnp.einsum("bkms,bksd->bkmd", unscaled, v.astype(rows.dtype)).reshape(grouped.shape)
+    # Divided after the mixing: once for each of `head_dim` numbers, not for each key.
+    return (mixed / weights.sum(-1, keepdims=True)).astype(rows.dtype)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """Tokens as rows of one matrix, [B T, D]."""
+    # XLA's CPU backend transposes what it need not in the backward pass of a product over three axes: 1.2 x the time.
+    return x.reshape(-1, x.shape[-1])
 
 
 class Block(nnx.Module):
@@ -164,13 +210,13 @@ class Block(nnx.Module):
 
     def mlp(self, x: jax.Array) -> jax.Array:
         """The gated MLP with its norm and residual."""
-        h = self.post_attention_layernorm(x)
-        return x + self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
+        h = _flat(self.post_attention_layernorm(x))
+        return x + self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h)).reshape(x.shape)
 
     def __call__(self, x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:
         """The block over whole rows; arguments as for `Decoder`."""
         q, k, v = self.self_attn.project(self.input_layernorm(x), positions)
-        x = x + self.self_attn.attend(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask)
+        x = x + self.self_attn.attend_rows(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask)
         return self.mlp(x)
 
     def extend(
@@ -234,7 +280,7 @@ class Decoder(nnx.Module):
         Args:
             tokens: int32 [B, T].
             positions: int32 [B, T].
-            mask: bool [B, T, T], true where query (second axis) may look at key (third axis).
+            mask: bool [B, T, T], true where query (second axis) may look at key (third axis), which never comes later.
         """
         x = self.embed_tokens(tokens)
         block = nnx.remat(Block.__call__) if self.remat else Block.__call__

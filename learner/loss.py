@@ -116,7 +116,9 @@ def token_logprobs(
     exponentials = jnp.exp(shifted)
     total = exponentials.sum(-1)
     logprobs = jnp.take_along_axis(shifted, jnp.asarray(targets)[..., None], -1)[..., 0] - jnp.log(total)
-    entropy = jnp.log(total) - (exponentials * shifted).sum(-1) / total
+    # A dot product: a sum of products takes XLA's CPU backend four times as long, a quarter of the whole head's time.
+    mean = jnp.einsum("...v,...v->...", exponentials, shifted, precision=lax.Precision.HIGHEST)
+    entropy = jnp.log(total) - mean / total
     return logprobs, lax.stop_gradient(entropy)
 
 

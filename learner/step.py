@@ -313,12 +313,13 @@ class Step:
         Returns:
             New parameters and optimizer state, zeroed totals, and the report.
         """
-        gradients = [g / jnp.maximum(denominator, 1.0) for g in totals.gradients]
-        norm = optax.tree.norm(gradients)
+        divisor = jnp.maximum(denominator, 1.0)
+        norm = optax.tree.norm(totals.gradients) / divisor
         good = (denominator > 0) & jnp.isfinite(norm) & (totals.sums.nonfinite == 0) & jnp.isfinite(totals.sums.loss)
 
         def take(params: list[jax.Array], moments: Any) -> tuple[list[jax.Array], Any]:
             wide = [p.astype(jnp.float32) for p in params]
+            gradients = [g / divisor for g in totals.gradients]
             updates, moments = self._optimizer.update(gradients, moments, wide)
             return [(p + u).astype(old.dtype) for p, u, old in zip(wide, updates, params, strict=True)], moments
 

@@ -130,17 +130,40 @@ def test_prompts_that_only_begin_alike_share_what_they_have_in_common(make_row):
     assert packer.tokens == 10 + 4 * 2
 
 
-def test_short_groups_share_a_packed_row_and_the_narrowest_shape_is_taken(make_row):
+def test_the_layout_with_least_padding_is_taken_and_among_equals_the_one_of_fewest_calls(make_row):
     config = BatchConfig(row_tokens=64, buckets=(32, 16), micro_batch_size=2)
-    packer = Packer(config)
-    for group in range(5):
-        packer.add([Sample(make_row([group] * 3, [1, 2, member]), 1.0, 1.0) for member in range(2)])
-    first, second = packer.rest()
-    assert first.tokens.shape == second.tokens.shape == (2, 16)
-    assert packer.tokens == 5 * (3 + 2 * 2)
-    packer.add([Sample(make_row([1] * 3, [2] * 20), 1.0, 1.0)])
-    (batch,) = packer.rest()
-    assert batch.tokens.shape == (2, 32)
+
+    def shapes(*lengths):
+        packer = Packer(config)
+        for group, length in enumerate(lengths):
+            packer.add([Sample(make_row([group] * 3, [1] * length), 1.0, 1.0)])
+        return [batch.tokens.shape for batch in packer.rest()]
+
+    assert shapes(6) == [(2, 16)]
+    # Two pieces of 8 to a row of 16 would take as many places in twice the calls.
+    assert shapes(6, 6, 6, 6, 6) == [(2, 32)]
+    assert shapes(20) == [(2, 32)]
+    # One row of 64 would hold both and leave the second row empty.
+    assert shapes(30, 30) == [(2, 32)]
+    # What is left after full rows is laid out as narrow as it allows.
+    assert shapes(60, 60, 6) == [(2, 64), (2, 16)]
+
+
+def test_a_full_micro_batch_takes_the_narrowest_shape_that_holds_its_rows(make_row):
+    packer = Packer(BatchConfig(row_tokens=64, buckets=(40,)))
+    for _ in range(3):
+        packer.add([Sample(make_row([1, 2, 3], [4] * 33), 1.0, 1.0)])
+    assert [batch.tokens.shape for batch in packer.full()] == [(1, 40)] * 2
+    assert packer.tokens == 2 * 35
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "widths"),
+    [(2048, [1024, 1536, 2048]), (440, [256, 384, 440]), (256, [128, 256]), (129, [128, 129]), (64, [64])],
+)
+def test_without_buckets_a_half_and_three_quarters_of_the_row_are_compiled_too(row_tokens, widths):
+    assert [width for width, _ in BatchConfig(row_tokens=row_tokens).shapes] == widths
+    assert BatchConfig(row_tokens=row_tokens, buckets=()).shapes == ((row_tokens, row_tokens),)
 
 
 def test_full_micro_batches_leave_early_and_the_open_rows_wait(make_row):

@@ -212,6 +212,30 @@ def test_bfloat16_keeps_logits_and_their_normalizer_in_float32(decoder, alone):
         np.testing.assert_allclose(first[i, 11 - COMPLETIONS[i] : 11], alone[i], atol=0.15)
 
 
+def test_queries_in_blocks_have_the_output_and_the_gradients_of_one_dense_product(decoder):
+    """Three blocks, the last one short, under a random mask: no layout of segments is assumed beyond causality."""
+    generator = np.random.default_rng(0)
+    q, k, v, weight = (
+        jnp.asarray(generator.normal(size=shape), jnp.float32)
+        for shape in ((2, 300, 4, 8), (2, 2, 8, 300), (2, 2, 300, 8), (2, 300, 32))
+    )
+    mask = np.tril(generator.random((2, 300, 300)) < 0.3) | np.eye(300, dtype=bool)
+    mask[1, 280:] = False  # padding
+
+    def result(attend):
+        def loss(q, k, v):
+            output = attend(q, k, v, mask)
+            return (output * weight).sum(), output
+
+        gradients, output = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        return output[:, :280], *gradients
+
+    attention = decoder.layers[0].self_attn
+    weight = weight.at[1, 280:].set(0)
+    for found, dense in zip(result(attention.attend_rows), result(attention.attend), strict=True):
+        assert np.linalg.norm(found - dense) <= 1e-5 * np.linalg.norm(dense)
+
+
 def test_recomputing_blocks_changes_no_gradient():
     def gradients(remat):
         model = init_model(CONFIG, 3, remat=remat)
