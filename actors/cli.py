@@ -99,11 +99,14 @@ def _train(arguments: argparse.Namespace) -> int:
         from trouper.actors.plan import plan
 
         config = load_config(arguments.config, arguments.overrides)
-        planned = plan(config, _shape(config))
+        shape = _shape(config)
+        planned = plan(config, shape)
         run_dir = arguments.run_dir or Path(config.run.directory) / config.run.name
         from trouper.actors import launch, naming
+        from trouper.actors.policy import count_devices
 
     if arguments.dry_run:
+        plan(config, shape, devices=count_devices(config))
         naming.look_up(config)
         print(dump_config(config), planned.render(), "", launch.draw(config), sep="\n")
         return 0

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from trouper.learner.loss import LossConfig
-from trouper.learner.mesh import MeshConfig
+from trouper.learner.mesh import MeshConfig, PlacementConfig
 from trouper.learner.optimizer import OptimizerConfig
 
 
@@ -201,6 +201,9 @@ class Rollout(Section, frozen=True):
         num_generations: members of a group.
         max_concurrency: episodes that run at the same time.
         max_staleness: how many steps old the weights may be that sampled a trained token; 0 is exactly on-policy.
+        on_late: what becomes of a group that others have overtaken: `wait` trains in the order of drawing and begins
+            nothing that could get too old meanwhile; `drop` trains in the order of completion and throws away what is
+            too old by then. That is faster where few episodes take far longer than the rest, and trains fewer of them.
         episode_timeout: seconds one attempt may take.
         max_attempts: tries of one member before it is lost.
         lost_members: `shrink` keeps a group with at least `min_members`, `drop` gives the slot another task.
@@ -216,6 +219,7 @@ class Rollout(Section, frozen=True):
     num_generations: int = 8
     max_concurrency: int = 64
     max_staleness: int = 1
+    on_late: Literal["wait", "drop"] = "wait"
     episode_timeout: float = 600.0
     max_attempts: int = 3
     lost_members: Literal["shrink", "drop"] = "drop"
@@ -345,6 +349,7 @@ class RunConfig(Section, frozen=True):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
+    placement: PlacementConfig = PlacementConfig()
     sync: Sync = Sync()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()

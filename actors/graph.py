@@ -17,6 +17,7 @@ An actor is an async function over its ends; which parameter sends and which rec
 Knows no particular actor; the standard training run is one graph among others.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from trouper.actors.wiring import Actor, Domain, find_problems, read_ends
 from trouper.channels import Channel, ChannelStatistics, Exited, GraphError
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Graph:
@@ -62,7 +65,7 @@ class Graph:
         window: float = 60.0,
         seed: int = 0,
         on_exit: Callable[[Exited], None] = lambda exited: None,
-        note: Callable[[str], None] = lambda text: None,
+        note: Callable[[str], None] = log.warning,
     ) -> None:
         self.name = name
         self.heartbeat = Heartbeat()

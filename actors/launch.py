@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import msgspec
 import trio
 
@@ -23,17 +22,20 @@ from trouper.actors.config_file import load_config, parse_config
 from trouper.actors.garbage import collecting_rarely
 from trouper.actors.graph import Graph
 from trouper.actors.ledger import Ledger
+from trouper.actors.log_lines import LogLines
 from trouper.actors.metrics import Recorder, read_metrics
 from trouper.actors.naming import held_out, load_cast, load_format, task_stream
 from trouper.actors.plan import plan
 from trouper.actors.policy import (
     EngineMaker,
+    count_devices,
     keep_compilations,
     load_decoder,
     make_learner,
     model_config,
     model_folder,
     publish,
+    sampler_shardings,
 )
 from trouper.actors.process import process_factory
 from trouper.actors.progress import Screen, open_screen
@@ -56,7 +58,7 @@ from trouper.envs import (
 )
 from trouper.learner.checkpoint import Checkpoints
 from trouper.learner.learner import Learner
-from trouper.learner.mesh import MeshConfig
+from trouper.learner.mesh import MeshConfig, PlacementConfig
 from trouper.learner.profile import StepProfile
 from trouper.learner.weights import save_model
 
@@ -238,7 +240,7 @@ async def run(
     """`launch`, inside a running Trio loop."""
     folder = model_folder(config)
     cast = cast or load_cast(config, folder)
-    plan(config, model_config(config, folder, cast.chat.vocab_size), devices=jax.device_count())
+    plan(config, model_config(config, folder, cast.chat.vocab_size), devices=count_devices(config))
     keep_compilations()
     _blank(config, wire, evaluated=cast.held_out is not None).graph.check()  # before anything is made
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs at length what it raises
@@ -277,6 +279,7 @@ async def run(
             directory.keep(config)
         screen = screen or open_screen(config.train.max_steps, done=step)
         recorder = held.enter_context(Recorder(directory, life, screen, episodes_per_step=config.log.episodes_per_step))
+        held.enter_context(LogLines(recorder.note, recorder.log))
         for note in (
             *notes,
             *(f"{key} was {before!r} and is now {after!r}" for key, (before, after) in changes.items()),
@@ -287,7 +290,7 @@ async def run(
                 f"{step} steps are done and train.max_steps = {config.train.max_steps}: nothing is left to train; "
                 "raise it to go on"
             )
-        copy = partial(publish, learner, config)
+        copy = partial(publish, learner, config, sampler_shardings(config, learner))
         params, checked = copy()
         first = Weights(life=life, step=step, params=params, checksum=checked)
 
@@ -366,7 +369,7 @@ def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
     if not directory.config.is_file():
         raise ConfigError(f"there is no run in {run_dir}; give the directory that a run was kept in")
     # Whatever devices it was trained on, one is enough to copy from.
-    config = msgspec.structs.replace(load_config(directory.config, ()), mesh=MeshConfig())
+    config = msgspec.structs.replace(load_config(directory.config, ()), mesh=MeshConfig(), placement=PlacementConfig())
     source = model_folder(config)
     chat = load_format(config, source)
     decoder = load_decoder(config, source, chat)

@@ -62,8 +62,9 @@ class _Drew(Struct, frozen=True, tag="drew"):
     draw: SlotDraw
 
 
-class _Completed(Struct, frozen=True, eq=False, tag="completed"):
+class _Completed(Struct, frozen=True, eq=False, tag="completed", omit_defaults=True):
     group: Group
+    moved: SlotDraw | None = None
 
 
 class _Forgot(Struct, frozen=True, tag="forgot"):
@@ -88,14 +89,10 @@ class Ledger:
 
     Args:
         folder: where the segments lie; made by the first life.
-
-    Attributes:
-        synced: whether everything is on disk: `sync` would have nothing to do.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.synced = True
         self._life = 0
         self._buffer: list[_Record] = []
         self._buffer_lock = threading.Lock()
@@ -133,13 +130,18 @@ class Ledger:
         """A slot was given a task, or lost it."""
         self._append(_Drew(draw))
 
-    def complete(self, group: Group) -> None:
+    def complete(self, group: Group, moved: SlotDraw | None = None) -> None:
         """A slot yielded its group, or became void. The trainer may see it after the next `sync`.
 
         Task payloads come back as MessagePack gives them, tuples and arrays as lists; one that MessagePack cannot hold
         comes back empty: the draw number makes the task again.
+
+        Args:
+            group: what is trained in its slot.
+            moved: where the group came from a later slot: that slot, with what had been given to the group's. One
+                record tells of both, so that no kill comes in between and leaves a task in two slots.
         """
-        self._append(_Completed(group))
+        self._append(_Completed(group, moved))
 
     def forget(self, slots: Iterable[int]) -> None:
         """The groups of these slots up to here will never be used: no later `begin` returns them."""
@@ -193,7 +195,6 @@ class Ledger:
     def _append(self, record: _Record) -> None:
         with self._buffer_lock:
             self._buffer.append(record)
-            self.synced = False
 
     def _write_buffer(self) -> None:
         with self._buffer_lock:
@@ -211,8 +212,6 @@ class Ledger:
             self._close_segment()
             raise
         self._write_failed = False
-        with self._buffer_lock:
-            self.synced = not self._buffer  # more may have come meanwhile
         self._highest_slot = max(self._highest_slot, *map(_highest_slot, records))
         self._quarantined.update((record.task, record.cause) for record in records if isinstance(record, _Quarantined))
 
@@ -298,8 +297,10 @@ class _Reading:
                 self._used.add(draw.draw)
                 if draw.slot >= self._first_slot:
                     self._draws[draw.slot] = draw
-            case _Completed(group):
+            case _Completed(group, moved):
                 self._used.add(group.draw)
+                if moved is not None:
+                    self._move(group, moved)
                 if group.slot >= self._first_slot:
                     self._groups.pop(group.slot, None)  # else the older one's place would stay
                     self._groups[group.slot] = group
@@ -310,6 +311,12 @@ class _Reading:
                 self.quarantined[task] = cause
         self._used.discard(-1)
 
+    def _move(self, group: Group, moved: SlotDraw) -> None:
+        self._used.add(moved.draw)
+        for given in (SlotDraw(group.slot, group.draw, 0), moved):
+            if given.slot >= self._first_slot:
+                self._draws[given.slot] = given
+
 
 def _encoded(record: _Record) -> bytes:
     try:
@@ -317,7 +324,7 @@ def _encoded(record: _Record) -> bytes:
     except (TypeError, OverflowError, RecursionError):
         if not isinstance(record, _Completed):
             raise
-        return encode(_Completed(_without_payloads(record.group)))
+        return encode(msgspec.structs.replace(record, group=_without_payloads(record.group)))
 
 
 def _without_payloads(group: Group) -> Group:
@@ -332,8 +339,8 @@ def _highest_slot(record: _Record) -> int:
     match record:
         case _Drew(draw):
             return draw.slot
-        case _Completed(group):
-            return group.slot
+        case _Completed(group, moved):
+            return group.slot if moved is None else max(group.slot, moved.slot)
         case _Forgot() | _Quarantined():
             return -1  # the one means nothing once all before it is deleted, the other is carried over
 

@@ -101,6 +101,7 @@ class Life:
             lost_members=rollout.lost_members,
             min_members=rollout.min_members,
             dynamic_sampling=rollout.dynamic_sampling,
+            drop_late=self.source if rollout.on_late == "drop" else None,
             redo=resumed.groups,
             track=recorder.trace.track("grouper"),
         )

@@ -168,20 +168,24 @@ def episode_size(config: RunConfig) -> EpisodeSize:
     return EpisodeSize(rows, sampling.max_context_tokens, opening + 2 * sampling.max_turns, text)
 
 
+Place = Literal["host", "device", "trainer", "sampler"]
+"""Where memory is: `device` means those that trainer and sampler share, the last two those that they have alone."""
+
+
 class Memory(Struct, frozen=True):
     """One part of the memory a run needs.
 
     Attributes:
         name: what is held.
         bytes: how much, at most.
-        where: on the host or on the devices, all of them together; on the host in any case where JAX runs on its CPU.
+        where: on the host or on devices, all of them together; on the host in any case where JAX runs on its CPU.
         how: the arithmetic.
         restart: needed only after a restart or a resume, until it has caught up.
     """
 
     name: str
     bytes: int
-    where: Literal["host", "device"]
+    where: Place
     how: str
     restart: bool = False
 
@@ -197,6 +201,14 @@ def memory(config: RunConfig, model: ModelConfig | None = None) -> tuple[Memory,
     if model is not None:
         parts += [*_host_arrays(config, model), *_device_arrays(config, model)]
     return tuple(parts)
+
+
+def places(config: RunConfig) -> dict[Place, tuple[int, ...]]:
+    """The numbers of the devices, by where memory may be on them."""
+    trainer, sampler = config.placement.trainer, config.placement.sampler
+    if config.placement.apart and trainer is not None and sampler is not None:
+        return {"trainer": trainer, "sampler": sampler}
+    return {"device": trainer or tuple(range(config.mesh.devices))}
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -309,55 +321,48 @@ def _buffers(config: RunConfig) -> Iterator[Memory]:
 def _host_arrays(config: RunConfig, model: ModelConfig) -> Iterator[Memory]:
     stored = count_parameters(model) * BYTES[config.model.param_dtype]
     state = 1 + _moments(config)
-    yield Memory(
-        "copy while a checkpoint is saved",
-        state * stored,
-        "host",
-        f"parameters and moments: {state} x {size_text(stored)}",
-    )
+    how = f"parameters and moments: {state} x {size_text(stored)}"
+    yield Memory("copy while a checkpoint is saved", state * stored, "host", how)
 
 
 def _device_arrays(config: RunConfig, model: ModelConfig) -> Iterator[Memory]:
-    parameters, copies = count_parameters(model), config.mesh.data
+    where = places(config)
+    trainer, *_, sampler = [*where, *where]
+    parameters, copies, engines = count_parameters(model), config.mesh.data, len(where[sampler])
     replicated = f" x {copies} (mesh.data)" if copies > 1 else ""
     stored = parameters * copies * BYTES[config.model.param_dtype]
     computed = parameters * copies * BYTES[config.model.compute_dtype]
     limit, moments = limits(config), _moments(config)
-    yield Memory("parameters", stored, "device", f"{parameters:,} x {config.model.param_dtype}{replicated}")
-    yield Memory("optimizer moments", moments * stored, "device", f"{moments} x {size_text(stored)}")
+    yield Memory("parameters", stored, trainer, f"{parameters:,} x {config.model.param_dtype}{replicated}")
+    yield Memory("optimizer moments", moments * stored, trainer, f"{moments} x {size_text(stored)}")
     # float32, whatever the parameters are stored in
-    yield Memory("gradients", parameters * copies * 4, "device", f"{parameters:,} x float32{replicated}")
+    yield Memory("gradients", parameters * copies * 4, trainer, f"{parameters:,} x float32{replicated}")
     if config.loss.beta > 0:
-        yield Memory("reference model", stored, "device", size_text(stored))
-    yield Memory(
-        "weights for sampling",
-        limit.weights * computed,
-        "device",
-        f"(1 + {limit.weights - 1} on the way) x {size_text(computed)}",
-    )
+        yield Memory("reference model", stored, trainer, size_text(stored))
+    if config.placement.apart:
+        yield Memory("copy on its way to the sampler", computed, trainer, f"as sampled from: {size_text(computed)}")
+        computed //= copies
+    how = f"(1 + {limit.weights - 1} on the way) x {size_text(computed)}"
+    yield Memory("weights for sampling", limit.weights * computed, sampler, how)
     context, slots = config.sampling.max_context_tokens, config.engine.slots
     width = BYTES[config.engine.kv_dtype]
     kv = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * width * context
     shape = f"{model.num_hidden_layers} x {model.num_key_value_heads} x {model.head_dim} x {width}"
-    yield Memory(
-        "keys and values",
-        kv * slots * config.mesh.devices,
-        "device",
-        f"{slots:,} slots x {size_text(kv)} (2 x {shape} x {context:,} tokens)"
-        + (f" x {config.mesh.devices} devices" if config.mesh.devices > 1 else ""),
-    )
-    yield _packed_step(config)
+    how = f"{slots:,} slots x {size_text(kv)} (2 x {shape} x {context:,} tokens)"
+    how += f" x {engines} devices" if engines > 1 else ""
+    yield Memory("keys and values", kv * slots * engines, sampler, how)
+    yield _packed_step(config, trainer)
     restored = (1 + moments) + max(1, moments)
     yield Memory(
         "checkpoint read back",
         restored * stored,
-        "device",
+        trainer,
         f"the state, and a copy of its parameters or moments: {restored} x {size_text(stored)}",
         restart=True,
     )
 
 
-def _packed_step(config: RunConfig) -> Memory:
+def _packed_step(config: RunConfig, where: Place) -> Memory:
     """A step's micro-batches, all of which may be on the devices before the first is used."""
     train, episode = config.train, episode_size(config)
     tokens = train.groups_per_step * config.rollout.num_generations * episode.rows * episode.tokens
@@ -369,7 +374,7 @@ def _packed_step(config: RunConfig) -> Memory:
     return Memory(
         "a step's packed rows",
         padded * per_token,
-        "device",
+        where,
         f"(2 x {tokens:,} + {train.micro_batch_size} x {row_tokens(config):,}) tokens x {per_token}",
     )
 

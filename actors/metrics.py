@@ -9,7 +9,7 @@ import io
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ import trio
 
 from trouper.actors.progress import Screen
 from trouper.actors.run_directory import LIFE_LINE, RunDirectory
-from trouper.actors.summary import Usage, closing
+from trouper.actors.summary import BY_LENGTH, Usage, closing
 from trouper.actors.trace import Trace
 from trouper.channels import Episode, Group, RunError
 
@@ -66,6 +66,7 @@ class Recorder:
         self._episodes_step: int | None = None
         self._started = self._recorded = clock()
         self.usage: Callable[[], Usage | None] = lambda: None
+        self._lengths: Counter[str] = Counter()
         self._metrics = _append_to(run.metrics)
         self._episodes = _append_to(run.episodes)
         self._log_file = _append_to(run.log)
@@ -105,6 +106,7 @@ class Recorder:
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._write(self._metrics, json.dumps(line, allow_nan=False))
         if training:
+            self._lengths.update({name: int(numbers[name]) for name in numbers if name.startswith(BY_LENGTH)})
             while self.curve and self.curve[-1][0] >= step:  # of an earlier life
                 self.curve.pop()
             self.curve.append((step, numbers.get("reward/mean", math.nan)))
@@ -145,7 +147,7 @@ class Recorder:
 
     def summary(self) -> str:
         """The closing summary so far."""
-        return closing(self.curve, self.elapsed, self.usage())
+        return closing(self.curve, self.elapsed, self.usage(), self._lengths)
 
     def close(self) -> None:
         """Write and show the closing summary, and close the files."""

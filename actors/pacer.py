@@ -2,7 +2,8 @@
 
 A training slot `k` is a place in the training order: step `t` trains slots `[t * g, (t + 1) * g)`. Slot `k` is trained
 at step `k // g` and admitted only once every live sampler holds weights of step `k // g - max_staleness` or newer, so
-whatever is trained obeys the bound, however late it comes, and nothing is thrown away for being late.
+whatever is trained obeys the bound, however late it comes, and nothing is thrown away for being late. Where late groups
+are dropped instead, admission is the same, but a slot's group may be trained in an earlier slot: see `Grouper`.
 
 Knows numbers only: no tasks, episodes or weights. All but `acquire` is non-blocking, so every edge back to it is.
 """
@@ -90,6 +91,11 @@ class Pacer:
         return self._next
 
     @property
+    def first_open(self) -> int:
+        """The lowest slot that has not ended."""
+        return self._all_closed_below
+
+    @property
     def stopped(self) -> bool:
         """Whether `stop` was called."""
         return self._stopped
@@ -112,6 +118,10 @@ class Pacer:
         """Whether a slot was reopened and not acquired again."""
         return slot in self._reopened
 
+    def allows(self, slot: int, version: int) -> bool:
+        """Whether a token that was sampled under weights of step `version` is fresh enough to be trained in a slot."""
+        return slot // self.groups_per_step - version <= self._max_staleness
+
     async def acquire(self) -> int | None:
         """The next slot to start: the lowest reopened one, else the next in order once the bound allows it.
 
@@ -133,16 +143,21 @@ class Pacer:
                 continue
             await self._waiting.park()
 
-    def reopen(self, slot: int) -> bool:
+    def reopen(self, slot: int, *, late: bool = False) -> bool:
         """A slot's group was dropped; start the slot again with another task.
+
+        Args:
+            slot: which one.
+            late: it was dropped for nothing but that: this uses up no redraw.
 
         Returns:
             False when its redraws are used up or the data has ended: the caller then closes the slot.
         """
         self._refuse_unless_open(slot)
-        if self._sealed or self.redraws(slot) >= self._max_redraws:
+        if self._sealed or (not late and self.redraws(slot) >= self._max_redraws):
             return False
-        self._redraws[slot] = self.redraws(slot) + 1
+        if not late:
+            self._redraws[slot] = self.redraws(slot) + 1
         heapq.heappush(self._reopened, slot)
         self._waiting.unpark_all()
         return True

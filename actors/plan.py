@@ -6,15 +6,26 @@ in one message; what is merely odd becomes a remark.
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from trouper.actors.config import RunConfig
 from trouper.actors.config_file import flatten
-from trouper.actors.memory import EpisodeSize, Limits, Memory, count_parameters, episode_size, limits, memory, size_text
+from trouper.actors.memory import (
+    EpisodeSize,
+    Limits,
+    Memory,
+    Place,
+    count_parameters,
+    episode_size,
+    limits,
+    memory,
+    places,
+    size_text,
+)
 from trouper.channels import ConfigError
+from trouper.learner.mesh import misfits
 from trouper.learner.model_config import ModelConfig
 
 _AT_LEAST = {
@@ -94,6 +105,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         episode: the largest one.
         limits: how many of each thing there can be at the same time.
         memory: what is held at worst; of the devices' part nothing where the model's shape is not known.
+        places: numbers of the devices, by where memory may be on them.
         remarks: what is allowed but odd.
     """
 
@@ -110,9 +122,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     episode: EpisodeSize
     limits: Limits
     memory: tuple[Memory, ...]
+    places: dict[Place, tuple[int, ...]]
     remarks: tuple[str, ...]
 
-    def total_bytes(self, where: Literal["host", "device"], *, restart: bool = False) -> int:
+    def total_bytes(self, where: Place, *, restart: bool = False) -> int:
         """Sum of the parts of `memory` that lie there: all through a run, or what comes on top after a restart."""
         return sum(part.bytes for part in self.memory if part.where == where and part.restart == restart)
 
@@ -141,14 +154,19 @@ class Plan(Struct, frozen=True, kw_only=True):
         if self.parameters is None:
             lines.append("memory on devices   known when the model's config.json is here")
         else:
-            lines += self._render_memory("device", "activations")
+            for where in self.places:
+                lines += self._render_memory(where, "activations")
         lines += [f"note: {remark}" for remark in self.remarks]
         return "\n".join(lines)
 
-    def _render_memory(self, where: Literal["host", "device"], besides: str) -> Iterator[str]:
+    def _render_memory(self, where: Place, besides: str) -> Iterator[str]:
         total = size_text(self.total_bytes(where))
         after = size_text(self.total_bytes(where, restart=True))
-        title = "memory on the host" if where == "host" else "memory on devices"
+        title = "memory " + {"host": "on the host", "device": "on devices"}.get(where, f"for {where}")
+        numbers = self.places.get(where, ())
+        if numbers and (where, numbers) != ("device", (0,)):
+            each = f", {size_text(self.total_bytes(where) // len(numbers))} each," if len(numbers) > 1 else ""
+            total += f" on device{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}{each}"
         yield f"{title:<20}at most {total} besides {besides}; {after} more after a restart"
         for part in self.memory:
             if part.where == where:
@@ -200,6 +218,7 @@ def plan(config: RunConfig, model: ModelConfig | None = None, *, devices: int | 
         episode=episode_size(config),
         limits=limit,
         memory=memory(config, model),
+        places=places(config),
         remarks=tuple(_remarks(config, in_flight)),
     )
 
@@ -331,11 +350,7 @@ def _evaluation_contradictions(config: RunConfig) -> Iterator[str]:
 def _misfits(config: RunConfig, model: ModelConfig | None, devices: int | None) -> Iterator[str]:
     """What does not fit the mesh, the machine or the model."""
     mesh = config.mesh
-    if devices is not None and mesh.devices > devices:
-        yield (
-            f"mesh: data x fsdp x tensor = {mesh.data} x {mesh.fsdp} x {mesh.tensor} = {mesh.devices} devices, and "
-            f"there are {devices}"
-        )
+    yield from misfits(mesh, config.placement, devices)
     shards = mesh.data * mesh.fsdp
     if config.train.micro_batch_size % shards:
         yield (
@@ -351,9 +366,14 @@ def _misfits(config: RunConfig, model: ModelConfig | None, devices: int | None) 
         )
     if config.chat.format == "plain" and len(config.chat.alphabet) > model.vocab_size:
         yield f"chat.alphabet has {len(config.chat.alphabet)} characters and the model {model.vocab_size} ids"
+    splits = {f"mesh.tensor = {mesh.tensor}": mesh.tensor}
+    if config.placement.apart:
+        count = len(config.placement.sampler or ())
+        splits[f"the number of placement.sampler's devices, {count},"] = count
     for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(model, name) % mesh.tensor:
-            yield f"mesh.tensor = {mesh.tensor} does not divide the model's {name} = {getattr(model, name)}"
+        for split, parts in splits.items():
+            if getattr(model, name) % parts:
+                yield f"{split} does not divide the model's {name} = {getattr(model, name)}"
 
 
 def _remarks(config: RunConfig, in_flight: int) -> Iterator[str]:
@@ -366,6 +386,8 @@ def _remarks(config: RunConfig, in_flight: int) -> Iterator[str]:
     talking = min(rollout.max_concurrency, in_flight) + (evaluation.max_concurrency if evaluation.every_steps else 0)
     if engine.slots > talking:
         yield f"{engine.slots - talking} of engine.slots = {engine.slots} stay empty: {talking} conversations at most"
+    if (rollout.on_late, rollout.max_staleness) == ("drop", 0):
+        yield 'rollout.on_late = "drop" drops nothing with rollout.max_staleness = 0: no group can be overtaken'
     if config.train.max_steps is None and config.tasks.epochs is None:
         yield "neither train.max_steps nor tasks.epochs is set: the run goes on until it is stopped or tasks end"
     if config.checkpoint.save_interval_steps == 0:

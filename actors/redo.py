@@ -6,7 +6,7 @@ step before them can be done again from logged groups, in the logged order.
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -14,7 +14,7 @@ from msgspec import Struct
 from trouper.actors.config import RunConfig
 from trouper.actors.ledger import Ledger, Replay, SlotDraw
 from trouper.actors.source import BEGINNING, SourcePosition
-from trouper.channels import Group
+from trouper.channels import Episode, Group
 from trouper.learner.advantage import group_advantages
 
 
@@ -118,12 +118,25 @@ def resume(
     groups, forgotten = _usable(replay.groups, first_step, groups_per_step, max_staleness, redo)
     position = SourcePosition(
         next_draw=saved.next_draw,
-        open=tuple(slots[slot] for slot in sorted(slots) if slot < end),
+        open=tuple(_once_each([slots[slot] for slot in sorted(slots) if slot < end], replay.groups)),
         used=tuple(sorted(draw for draw in given if draw >= saved.next_draw)),
         quarantined={**saved.quarantined, **replay.quarantined},
     )
     groups = tuple(group for group in groups if group.slot < end)
     return Resumed(position, groups, forgotten, replay.damaged)
+
+
+def _once_each(slots: Sequence[SlotDraw], groups: Sequence[Group]) -> Iterator[SlotDraw]:
+    """No draw for two slots: where the log is damaged, it may not tell that slots have changed tasks since."""
+    holders = {group.draw: group.slot for group in groups if group.draw >= 0}
+    for given in slots:
+        alone = given.draw < 0 or holders.setdefault(given.draw, given.slot) == given.slot
+        yield given if alone else SlotDraw(given.slot, -1, given.redraws)
+
+
+def oldest_version(episodes: Sequence[Episode]) -> int:
+    """Step number of the oldest weights that sampled a token of these episodes."""
+    return min(_versions(episodes), default=sys.maxsize)
 
 
 def _usable(
@@ -138,17 +151,17 @@ def _usable(
     kept, forgotten = [], []
     for group in groups:
         step = group.slot // groups_per_step
-        if _newest(group) <= min(newest, step) and _oldest(group) >= step - max_staleness:
+        if _newest(group) <= min(newest, step) and oldest_version(group.episodes) >= step - max_staleness:
             kept.append(group)
         else:
             forgotten.append(group.slot)
     return tuple(kept), tuple(forgotten)
 
 
-def _versions(group: Group) -> list[int]:
+def _versions(episodes: Sequence[Episode]) -> list[int]:
     return [
         int(version)
-        for episode in group.episodes
+        for episode in episodes
         for row in episode.rows
         if row.sampled
         for version in (row.versions[row.loss_mask].min(), row.versions[row.loss_mask].max())
@@ -156,8 +169,4 @@ def _versions(group: Group) -> list[int]:
 
 
 def _newest(group: Group) -> int:
-    return max(_versions(group), default=-1)
-
-
-def _oldest(group: Group) -> int:
-    return min(_versions(group), default=sys.maxsize)
+    return max(_versions(group.episodes), default=-1)

@@ -29,7 +29,7 @@ _FIXED = (
 )
 """What checkpoints and the training order are made of: a run that goes on cannot change it."""
 
-_ASIDE = ("run", "log", "checkpoint", "evaluation", "train.max_steps", "rollout.max_concurrency")
+_ASIDE = ("run", "log", "checkpoint", "evaluation", "placement", "train.max_steps", "rollout.max_concurrency")
 """What has no part in which weights a step's groups lead to."""
 
 

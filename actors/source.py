@@ -94,6 +94,24 @@ class Source:
             quarantined=dict(self._quarantine.causes),
         )
 
+    def first_played(self, slot: int) -> int:
+        """The lowest slot, up to this one, whose attempts are out."""
+        pacer = self._pacer
+        for lower in range(pacer.first_open, slot):
+            if not pacer.has_ended(lower) and not pacer.awaits_task(lower) and self._given.get(lower, -1) >= 0:
+                return lower
+        return slot
+
+    def exchange(self, slot: int, other: int) -> SlotDraw:
+        """Two slots whose attempts are out change tasks.
+
+        Returns:
+            What `other` has now.
+        """
+        given = self._given
+        given[slot], given[other] = given[other], given[slot]
+        return SlotDraw(other, given[other], self._pacer.redraws(other))
+
     async def run(self, outbox: Sender[Attempt], voids: Sender[Outcome]) -> None:
         """Send a group's attempts for each admitted slot until the pacer has no more."""
         while (slot := await self._pacer.acquire()) is not None:

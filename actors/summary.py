@@ -85,13 +85,23 @@ class Usage(Struct, frozen=True, kw_only=True, eq=False):
         return activities
 
 
-def closing(curve: Sequence[tuple[int, float]], elapsed: float, usage: Usage | None = None) -> str:
+BY_LENGTH = LATE, IN_TIME = "grouper/late/", "grouper/in_time/"
+"""Beginnings of the names of metrics that count groups by the length of their episodes, as `up_to_64_tokens`."""
+
+
+def closing(
+    curve: Sequence[tuple[int, float]],
+    elapsed: float,
+    usage: Usage | None = None,
+    lengths: Mapping[str, int] | None = None,
+) -> str:
     """The closing summary.
 
     Args:
         curve: (step, mean reward), in order of steps.
         elapsed: wall time of the run, in seconds.
         usage: what it did with it, where somebody took account.
+        lengths: groups by the metrics of `BY_LENGTH`, where late ones are dropped.
     """
     steps = f"{len(curve)} step{'' if len(curve) == 1 else 's'}"
     lines = [f"{steps} in {duration(elapsed)}"]
@@ -106,7 +116,21 @@ def closing(curve: Sequence[tuple[int, float]], elapsed: float, usage: Usage | N
         )
     if usage is not None and usage.elapsed > 0:
         lines += [*time_table(usage), f"try      {advice(usage)}"]
+    if lengths:
+        lines.append(f"late     {_dropped(lengths)}")
     return "\n".join(lines)
+
+
+def _dropped(lengths: Mapping[str, int]) -> str:
+    """How many groups were dropped of each length: who drops late ones trains fewer of those that take long."""
+    names = {name.removeprefix(LATE).removeprefix(IN_TIME) for name in lengths}
+    shares = []
+    for name in sorted(names, key=lambda name: int(name.split("_")[2])):
+        late, in_time = lengths.get(LATE + name, 0), lengths.get(IN_TIME + name, 0)
+        if late + in_time:
+            shares.append(f"{late:,} of {late + in_time:,} {name.replace('_', ' ')} an episode")
+    late = sum(count for name, count in lengths.items() if name.startswith(LATE))
+    return f"{late:,} groups were dropped: {' · '.join(shares)}"
 
 
 def time_table(usage: Usage) -> list[str]:

@@ -304,6 +304,7 @@ class Trainer:
 
     def _write(self, meta: CheckpointMeta, score: float | None) -> int | None:
         rate_checkpoints(self._checkpoints, self._recorder, self._best_metric)
+        self._ledger.sync()  # a resume takes the ledger's word on slots, so it must not be the older one
         self._checkpoints.save(meta.step, self._learner.state_tree(), msgspec.to_builtins(meta), score)
         return self._checkpoints.latest()
 

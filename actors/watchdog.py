@@ -32,7 +32,7 @@ class Watchdog:
         links: (source, target, label) of the graph's edges that never block.
         heartbeat: is beaten, so that code that blocks the loop is found too.
         interval: seconds between two looks; a stall is found within two of them.
-        note: told what is worth a line in the log.
+        note: told what a person should read.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Watchdog:
         heartbeat: Heartbeat,
         *,
         interval: float = 10.0,
-        note: Callable[[str], None] = lambda text: None,
+        note: Callable[[str], None] = log.warning,
     ) -> None:
         self._name = name
         self._waits = WaitGraph(actors, links)
@@ -101,11 +101,10 @@ class Watchdog:
                     self._suspect(picture)
                 elif not self._stall:
                     self._stall = self._report(picture)
-                    log.error("%s", self._stall)
                     self._note(self._stall)
                     stop()
                 else:
-                    log.error("%s", self._report(picture))
+                    self._note(self._report(picture))
                     nursery.cancel_scope.cancel()
 
     async def _pause(self) -> None:
@@ -124,7 +123,6 @@ class Watchdog:
             "pending, but an event that somebody waits for may be set from another thread. If it is not, the run "
             f"hangs; give such a wait a deadline\n{_indented(picture)}"
         )
-        log.warning("%s", text)
         self._note(text)
 
     def _report(self, picture: Picture) -> str:

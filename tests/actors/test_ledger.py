@@ -160,6 +160,41 @@ def test_the_newest_record_of_a_slot_counts(ledger):
     assert plain(replay.groups[1]) == plain(newest)
 
 
+def moved_up(ledger):
+    """Slot 5 takes slot 1's place, and slot 1's task goes on in slot 5."""
+    for slot in (0, 1, 5):
+        ledger.drew(SlotDraw(slot, 10 + slot, 0))
+    ledger.complete(make_group(1, 15), SlotDraw(5, 11, 2))
+    ledger.sync()
+
+
+def test_a_group_that_moved_up_leaves_its_slot_to_whom_it_overtook(ledger):
+    ledger.begin(1, 0)
+    moved_up(ledger)
+    replay = reopened(ledger)
+    assert replay.draws == {0: SlotDraw(0, 10, 0), 1: SlotDraw(1, 15, 0), 5: SlotDraw(5, 11, 2)}
+    assert replay.used == {10, 11, 15}
+    assert slots(replay) == [1]
+    beyond = reopened(ledger, first_slot=2)  # the group is trained, the other one still goes on
+    assert (beyond.draws, slots(beyond)) == ({5: SlotDraw(5, 11, 2)}, [])
+
+
+def test_a_segment_stays_while_a_slot_is_open_that_a_group_moved_up_from(ledger):
+    ledger.begin(1, 0)
+    moved_up(ledger)
+    ledger.prune(2)
+    assert reopened(ledger, first_slot=2).draws == {5: SlotDraw(5, 11, 2)}
+    ledger.prune(6)
+    assert reopened(ledger, first_slot=6).used == set()
+
+
+def test_a_payload_that_cannot_be_kept_costs_no_exchange(ledger):
+    ledger.begin(1, 0)
+    ledger.complete(make_group(1, 15, payload={"thing": object()}), SlotDraw(5, 11, 2))
+    ledger.sync()
+    assert reopened(ledger).draws[5] == SlotDraw(5, 11, 2)
+
+
 def test_slots_before_the_first_are_left_out_but_their_draws_are_used(ledger):
     ledger.begin(1, 0)
     for slot in range(4):

@@ -84,6 +84,33 @@ async def test_redraws_are_bounded(autojump_clock: MockClock) -> None:
     assert slots.redraws(0) == 0
 
 
+async def test_a_late_group_uses_up_no_redraw(autojump_clock: MockClock) -> None:
+    slots = pacer(max_redraws=0)
+    await slots.acquire()
+    for _ in range(3):
+        assert slots.reopen(0, late=True)
+        assert await acquire(slots) == 0
+    assert slots.redraws(0) == 0
+    assert not slots.reopen(0)
+    slots.seal(None)
+    assert not slots.reopen(0, late=True)
+
+
+async def test_says_what_is_fresh_enough_for_which_slot() -> None:
+    slots = pacer(groups_per_step=2, max_staleness=1)
+    assert [slots.allows(slot, 3) for slot in (0, 7, 9, 10)] == [True, True, True, False]
+
+
+async def test_the_first_open_slot(autojump_clock: MockClock) -> None:
+    slots = pacer(groups_per_step=4)
+    for _ in range(3):
+        await slots.acquire()
+    slots.close(1)
+    assert slots.first_open == 0
+    slots.close(0)
+    assert slots.first_open == 2
+
+
 async def test_ends_when_all_slots_are_closed(autojump_clock: MockClock) -> None:
     slots = pacer(max_steps=1)
     assert [await acquire(slots) for _ in range(3)] == [0, 1, "waits"]

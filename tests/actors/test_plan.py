@@ -139,6 +139,13 @@ class TestNumbers:
         assert planned.limited_by == "rollout.max_concurrency"
         assert any("22 of engine.slots = 32 stay empty" in remark for remark in planned.remarks)
 
+    def test_dropping_late_groups_where_none_can_be_late_is_remarked(self):
+        def remarks(**rollout):
+            return " ".join(plan(changed(rollout=rollout)).remarks)
+
+        assert "no group can be overtaken" in remarks(on_late="drop", max_staleness=0)
+        assert "overtaken" not in remarks(on_late="drop", max_staleness=1) + remarks(max_staleness=0)
+
     def test_on_policy_admits_one_step(self):
         planned = plan(changed(rollout={"max_staleness": 0}))
         assert planned.max_in_flight == planned.episodes_per_step

@@ -93,6 +93,20 @@ def test_what_lies_beyond_fewer_steps_is_left_alone(group) -> None:
     assert resumed(None, replay, first_step=1, max_steps=1).position.open == ()
 
 
+def test_a_damaged_log_gives_no_task_to_two_slots(group) -> None:
+    """What told that slots 1 and 3, and then 2 and 3, had changed tasks is lost, as far as slot 1 is concerned."""
+    complete = msgspec.structs.replace(group(2, 0), draw=1)
+    replay = replayed([complete], draws=[(0, 0, 0), (1, 1, 2), (2, 1, 0), (3, 2, 0), (4, 2, 1)])
+    found = resumed(None, replay)
+    assert found.position.open == (
+        SlotDraw(0, 0, 0),
+        SlotDraw(1, -1, 2),
+        SlotDraw(2, 1, 0),
+        SlotDraw(3, 2, 0),
+        SlotDraw(4, -1, 1),
+    )
+
+
 def test_void_slots_stay_void() -> None:
     void = Group(1, -1, (), np.zeros(0, np.float32), void="end_of_data")
     found = resumed(None, replayed([void]))

@@ -146,15 +146,17 @@ def patient(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def sections(seed: int, random: Random, *, endless: bool) -> dict[str, Any]:
-    """A configuration; half of them never give a slot a second task, so that what is trained can be foretold."""
+    """A configuration; many never give a slot a second task, so that what is trained can be foretold."""
     staleness = random.randint(0, 2)
     exact = random.random() < 0.5
+    on_late = "drop" if Random(f"late {seed}").random() < 0.4 else "wait"
     given = {
         "run": {"seed": seed, "max_restarts": random.choice((2, 1000, 1000, 1000))},
         "rollout": {
             "num_generations": random.randint(1, 3),
             "max_concurrency": random.choice((1, 3, 8, 20)),
             "max_staleness": staleness,
+            "on_late": on_late,
             "max_attempts": random.randint(1, 3),
             "max_redraws": 0 if exact else random.randint(1, 3),
             "quarantine_after": 0 if exact else random.randint(0, 2),
@@ -294,7 +296,8 @@ def test_whatever_goes_wrong_no_slot_is_lost_and_nothing_stalls(soak_seed, tell,
     try:
         story = tell(soak_seed)
         check(story)
-        if story.given["rollout"]["max_redraws"] == 0:
+        rollout = story.given["rollout"]
+        if (rollout["max_redraws"], rollout["on_late"]) == (0, "wait"):
             draws = [(step, group.slot, group.draw) for step, group in story.groups]
             assert sorted(draws) == undisturbed(story, run_seeded, play, stream)
         assert tell(soak_seed).log == story.log, "the seed does not replay"

@@ -232,6 +232,18 @@ class TestAdvice:
         assert "trainer  busy  75%: checkpoint 75%\n         idle  25%: environments 25%" in text
         assert len(text.splitlines()) <= 12
 
+    def test_late_groups_are_told_by_the_length_of_their_episodes(self):
+        lengths = {
+            "grouper/late/up_to_128_tokens": 3,
+            "grouper/in_time/up_to_128_tokens": 4,
+            "grouper/in_time/up_to_64_tokens": 1996,
+            "grouper/late/up_to_64_tokens": 4,
+            "grouper/in_time/up_to_1_tokens": 0,
+        }
+        assert closing([], 1.0, None, lengths).splitlines()[-1] == (
+            "late     7 groups were dropped: 4 of 2,000 up to 64 tokens an episode · 3 of 7 up to 128 tokens an episode"
+        )
+
 
 class Search:
     """Two tools, one of them fifty times slower; an episode calls both."""
@@ -271,7 +283,7 @@ class TestRun:
         sampling = {"max_response_tokens": 24, "max_context_tokens": 128}
         game = await play(rewards=Rewards({"length": length}, (1.0,)), sampling=sampling, engine={"chunk": 2})()
         reading = read(game.directory / "trace.perfetto-trace")
-        assert {span.name for span in reading.of(SAMPLER)} >= {"prefill, decode", "decode", "swap", "attest"}
+        assert {span.name for span in reading.of(SAMPLER)} >= {"prefill", "decode", "swap", "attest"}
         assert {span.name for span in reading.of(TRAINER)} >= {"micro-batch", "optimizer step", "copy weights"}
         assert {span.name for span in reading.of("slot 0")} == {"attempt", "generate", "reward:length"}
         assert {span.name for span in reading.of("environment 0")} == {"create", "reset", "step", "score", "close"}
@@ -349,6 +361,14 @@ class TestRun:
         assert {track for track in reading.parents if track.startswith("slot ")} == {f"slot {n}" for n in range(16)}
         assert game.run.episodes.attempts.calls["attempt"] == 4 * 64
         assert max(value for _, value in reading.counters["episodes/busy"]) > 16
+
+    async def test_evaluation_has_tracks_of_its_own(self, play, stream, autojump_clock):
+        evaluation = {"every_steps": 2, "tasks": {"source": "held:out"}, "count": 3, "max_concurrency": 1}
+        game = await play(held_out=stream(), evaluation=evaluation)()
+        reading = read(game.directory / "trace.perfetto-trace")
+        assert {span.name for span in reading.of("evaluation slot 0")} == {"attempt", "generate"}
+        assert reading.parents["evaluation slot 0"] == "evaluation"
+        assert reading.parents["slot 0"] == "episodes"
 
     async def test_a_failed_attempt_leaves_no_span_open(self, play, letters, autojump_clock):
         class Shaky(letters):

@@ -240,9 +240,8 @@ async def test_the_standard_run_ends_by_name_when_a_member_is_swallowed(
     autojump_clock: Any, play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Swallows(Grouper):
-        def _accept(self, outcome: Outcome) -> None:
-            if not isinstance(outcome, Episode) or outcome.attempt.id != "3.0.0":
-                super()._accept(outcome)
+        def _accept(self, outcome: Outcome) -> bool:
+            return (not isinstance(outcome, Episode) or outcome.attempt.id != "3.0.0") and super()._accept(outcome)
 
     monkeypatch.setattr("trouper.actors.life.Grouper", Swallows)
     planted = play()

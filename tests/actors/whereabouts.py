@@ -14,8 +14,8 @@ import trio
 from trouper.actors.ledger import Ledger, Replay, SlotDraw
 from trouper.channels import Attempt, Episode, Group, Lost, Receiver, Sender, Void
 
-Member = tuple[int, int, int]
-"""(slot, draw, member)."""
+Member = tuple[int, int]
+"""(draw, member)."""
 
 
 class Whereabouts:
@@ -38,6 +38,7 @@ class Whereabouts:
         self._life = 0
         self._first_step = 0
         self._members: dict[Member, str] = {}
+        self._slots: dict[int, int] = {}  # by draw
         self._voids: set[int] = set()
         self._groups: dict[int, str] = {}
         self._unsynced: set[int] = set()
@@ -52,7 +53,7 @@ class Whereabouts:
         """All begins again with what the ledger holds."""
         self._life = life
         self._first_step = first_slot // self.played.config.train.groups_per_step
-        self._members, self._voids = {}, set()
+        self._members, self._slots, self._voids = {}, {}, set()
         self._groups = {group.slot: "ready" for group in replay.groups}
         self._unsynced = set()
         self.logged |= {group.slot: group for group in replay.groups}
@@ -70,6 +71,7 @@ class Whereabouts:
             case Attempt():
                 self._expect(_member(message) not in self._members, f"attempt {message.id} is given out twice")
                 self._members[_member(message)] = channel
+                self._slots.setdefault(message.draw, message.slot)
             case Episode() | Lost():
                 self.losses += message.attempt.tries + isinstance(message, Lost)
                 self._move(_member(message.attempt), "slot", channel)
@@ -98,9 +100,14 @@ class Whereabouts:
         """The grouper gave a group up, and its slot gets another task."""
         self._take_members(slot)
 
-    def completed(self, group: Group) -> None:
+    def completed(self, group: Group, moved: SlotDraw | None) -> None:
         """The grouper has told the ledger of a group."""
         slot = group.slot
+        if moved is not None:
+            self._expect(
+                self._slots[moved.draw] == slot < moved.slot == self._slots[group.draw], "who takes which slot?"
+            )
+            self._slots[moved.draw], self._slots[group.draw] = moved.slot, slot
         self._expect(slot not in self._groups, f"slot {slot} has ended twice")
         if slot in self._voids:
             self._voids.remove(slot)
@@ -132,7 +139,7 @@ class Whereabouts:
         per_step, size = life.pacer.groups_per_step, self.played.config.rollout.num_generations
         for slot in [slot for slot in self._groups if slot < life.trainer.step * per_step]:
             self._expect(self._groups.pop(slot) == "trainer", f"step {slot // per_step} ended without slot {slot}")
-        open_members = Counter((slot, draw) for slot, draw, _ in self._members)
+        open_members = Counter((self._slots[draw], draw) for draw, _ in self._members)
         by_slot = {slot: count for (slot, _), count in open_members.items()}
         self._expect(len(by_slot) == len(open_members), f"a slot has members of two draws: {sorted(open_members)}")
         in_hand = 0  # of the source
@@ -164,7 +171,7 @@ class Whereabouts:
             del self._members[each]
 
     def _of(self, slot: int) -> list[Member]:
-        return [each for each in self._members if each[0] == slot]
+        return [each for each in self._members if self._slots[each[0]] == slot]
 
     def _move(self, member: Member, origin: str, target: str) -> None:
         self._expect(
@@ -212,10 +219,10 @@ def follow(watch: Whereabouts, patch: pytest.MonkeyPatch) -> None:
         sync(self)
         watch.synced()
 
-    def before(told: Callable[[Any], None], then: Callable[[Ledger, Any], None]) -> Callable[[Ledger, Any], None]:
-        def both(self: Ledger, record: Any) -> None:
-            told(record)
-            then(self, record)
+    def before(told: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
+        def both(self: Ledger, *record: Any) -> None:
+            told(*record)
+            then(self, *record)
 
         return both
 
@@ -234,4 +241,4 @@ def follow(watch: Whereabouts, patch: pytest.MonkeyPatch) -> None:
 
 
 def _member(attempt: Attempt) -> Member:
-    return attempt.slot, attempt.draw, attempt.member
+    return attempt.draw, attempt.member
