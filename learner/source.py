@@ -82,8 +82,9 @@ def gguf_file(source: str) -> Path | None:
 def model_shape(source: str) -> ModelConfig | None:
     """The shape of the model that `source` names; None for one that would have to be fetched first."""
     file = gguf_file(source)
-    if file is not None:
-        return read_shape(file)
+    if file is not None:  # the file itself takes seconds to read: its tokenizer comes before anything else
+        converted = _cached(file, None)
+        return read_config(converted) if converted.is_dir() else read_shape(file)
     folder = Path(source).expanduser()
     return read_config(folder) if (folder / "config.json").is_file() else None
 
@@ -105,14 +106,7 @@ def _file_in_package(source: str) -> Path:
 
 def _converted(file: Path, cache_dir: Path | None) -> Path:
     """The cached folder of a `.gguf` file, made if it is not there."""
-    if cache_dir is None:
-        home = os.environ.get("XDG_CACHE_HOME")
-        cache_dir = (Path(home) if home else Path.home() / ".cache") / "trouper" / "models"
-    digest = hashlib.blake2b(str(_CONVERSION).encode(), digest_size=8)
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    folder = cache_dir / f"{file.stem}-{digest.hexdigest()}"
+    folder = _cached(file, cache_dir)
     if not folder.is_dir():
         try:
             convert(file, folder)
@@ -121,6 +115,18 @@ def _converted(file: Path, cache_dir: Path | None) -> Path:
             if not folder.is_dir():
                 raise
     return folder
+
+
+def _cached(file: Path, cache_dir: Path | None) -> Path:
+    """Where the folder of a `.gguf` file is kept, whether it was made or not."""
+    if cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME")
+        cache_dir = (Path(home) if home else Path.home() / ".cache") / "trouper" / "models"
+    digest = hashlib.blake2b(str(_CONVERSION).encode(), digest_size=8)
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return cache_dir / f"{file.stem}-{digest.hexdigest()}"
 
 
 def _from_hub(repository: str) -> Path:

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from tokenizers import pre_tokenizers
 from trouper.channels import ModelError
 from trouper.learner import source as door
 from trouper.learner.model_config import ModelConfig
-from trouper.learner.source import resolve_model
-from trouper.learner.weights import init_model, load_model, save_model
+from trouper.learner.source import model_shape, resolve_model
+from trouper.learner.weights import init_model, load_model, read_config, save_model
 
 CONFIG = ModelConfig(
     vocab_size=256,
@@ -119,6 +120,17 @@ def test_conversions_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert resolve_model(str(file)).parent == tmp_path / "home" / ".cache" / "trouper" / "models"
+
+
+def test_the_shape_is_the_same_before_and_after_the_conversion(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    file = write_gguf(tmp_path / "tiny.gguf")
+    before = model_shape(str(file))
+    folder = resolve_model(str(file))
+    assert model_shape(str(file)) == before == read_config(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 7}))
+    assert model_shape(str(file)).num_hidden_layers == 7  # it is the folder that is read
 
 
 def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(tmp_path):
