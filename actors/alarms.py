@@ -47,26 +47,27 @@ class Deadline:
         moment: by Trio's clock; infinity when there is none.
     """
 
-    __slots__ = ("_alarm", "_alarms", "_passed", "moment")
+    __slots__ = ("_alarms", "_passed", "_set", "moment")
 
     def __init__(self, alarms: Alarms, passed: Callable[[], None]) -> None:
         self._alarms = alarms
         self._passed = passed
-        self._alarm = math.inf  # the next one that was set; it outlives the deadline and serves later ones
+        # Moments of the alarms that were set, the next one last. They outlive the deadline and serve later ones; one
+        # more is set only where it comes before all of them, so that far ones do not pile up behind near ones.
+        self._set: list[float] = []
         self.moment = math.inf
 
     def set(self, moment: float) -> None:
         """It is this one from now on."""
         self.moment = moment
-        if moment < self._alarm:
-            self._alarm = moment
+        if not self._set or moment < self._set[-1]:
+            self._set.append(moment)
             self._alarms.set(moment, self._look)
 
     def _look(self, moment: float) -> None:
-        if moment != self._alarm:
-            return
-        self._alarm = math.inf
+        self._set.pop()
         if self.moment <= moment:
+            self.moment = math.inf  # a farther alarm may be to come
             self._passed()
         elif self.moment < math.inf:
             self.set(self.moment)

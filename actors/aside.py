@@ -64,7 +64,10 @@ class Aside:
     async def _run(self, function: Callable[[], Awaitable[Any]]) -> None:
         try:
             with self.scope:
-                self.value = await _unprotected(function)
+                try:
+                    self.value = await _unprotected(function)
+                finally:
+                    await _end_nurseries(self._task)
         except trio.Cancelled:  # the loop ends, and with it everything
             raise
         except BaseException as error:  # for whoever asked; here it would end the loop
@@ -79,6 +82,15 @@ class Aside:
 async def _unprotected(function: Callable[[], Awaitable[Any]]) -> Any:
     """Trio keeps Ctrl-C from its system tasks; user code must hear it."""
     return await function()
+
+
+async def _end_nurseries(task: trio.lowlevel.Task) -> None:
+    """End those that user code has left open: a system task that ends inside of one takes the loop with it."""
+    while task.child_nurseries:
+        nursery = task.child_nurseries[-1]
+        nursery.cancel_scope.cancel()
+        # All of its `__aexit__` but the end of its cancel scope, which Trio misses where ours ends.
+        await nursery._nested_child_finished(None)
 
 
 async def stuck(patience: float) -> list[str]:

@@ -106,9 +106,9 @@ def _train(arguments: argparse.Namespace) -> int:
         from trouper.actors.policy import count_devices
 
     if arguments.dry_run:
-        plan(config, shape, devices=count_devices(config))
         naming.look_up(config)
         print(dump_config(config), planned.render(), "", launch.draw(config), sep="\n")
+        plan(config, shape, devices=count_devices(config))  # last: the run may be meant for another machine
         return 0
     return launch.launch(config, run_dir=run_dir, resume=arguments.resume)
 

@@ -209,7 +209,7 @@ class Rollout(Section, frozen=True):
         lost_members: `shrink` keeps a group with at least `min_members`, `drop` gives the slot another task.
         min_members: see `lost_members`.
         dynamic_sampling: replace groups whose rewards are all equal.
-        max_redraws: how often a slot may get another task.
+        max_redraws: how often a slot may get another task; what is dropped for being late does not count.
         mask_truncated: train nothing on episodes that were cut short.
         quarantine_after: groups of a task that lost every member before it is not drawn again; 0 never.
         max_consecutive_lost: attempts lost in a row before the run is called hopeless.

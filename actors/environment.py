@@ -10,7 +10,7 @@ A call that cannot be cancelled takes the actor with it: it is `lost`, and whoev
 import copy
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class EnvironmentActor:
         track: of this environment.
 
     Attributes:
-        lost: a call hangs that cannot be cancelled; this one answers nothing any more.
+        lost: a call hangs that cannot be cancelled, or it was closed; this one answers nothing any more.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class EnvironmentActor:
         self._limit = Deadline(alarms, self._too_late)  # when what runs here is given up
         self._due = math.inf  # when it must have ended
         self._task: Aside | None = None
+        self._closed = False
         self.lost = False
         self.restarts = 0
         self.tools: tuple[Tool, ...] = ()
@@ -139,7 +140,7 @@ class EnvironmentActor:
             with trio.CancelScope(deadline=self._due):
                 await self._idle.park()
             if self._call is not None and trio.current_time() >= self._due:
-                self._lose(self._call)
+                self._too_late()
 
     async def prepare(self) -> None:
         """Have the environment made, if it is not there, so that its tools are known."""
@@ -179,6 +180,9 @@ class EnvironmentActor:
         started = trio.current_time()
         if self._call is not None:
             await self.settle()  # the attempt's own: a call that it has left, or made beside this one
+        if self._closed:  # with the attempt, whose agent goes on although it was cancelled
+            await trio.lowlevel.checkpoint()
+            raise _over(what)
         if self.lost:  # so is the attempt
             await trio.sleep_forever()
         self._call = call = _Call(what, arguments, self._attempt_scope)
@@ -217,9 +221,12 @@ class EnvironmentActor:
         """End what `start` began, in bounded time; one that is `lost` is ended already."""
         if self._task is None or self.lost:
             return
+        self._closed = self.lost = True
         left = await self._threads.end(self._task, self._deadlines.close_timeout + 2 * CALL_GRACE)
         if isinstance(left, StillRuns):
             self._note(f"an environment was not closed and is left behind: {left} does not end")
+        if self._call is not None:
+            self._call.reply.fail(_over(self._call.what))
 
     def _lose(self, call: _Call) -> None:
         self.lost = True
@@ -228,6 +235,7 @@ class EnvironmentActor:
         self._fail(EnvironmentFailure(failure.kind, f"{failure}, and it goes on although it was cancelled"))
         if self._task is not None:
             self._threads.leave(self._task)
+        self._idle.unpark_all()
 
     def _given_up(self, call: _Call) -> EnvironmentFailure:
         if call.left:
@@ -244,7 +252,8 @@ class EnvironmentActor:
         try:
             while True:
                 failure: EnvironmentFailure | None = None
-                with trio.CancelScope() as self._scope:
+                # Trio raises it where a scope was left open; `_limited` has found that, or the call was given up.
+                with suppress(RuntimeError), trio.CancelScope() as self._scope:
                     failure = await self._answer_calls()
                 call = self._call
                 if call is None:
@@ -332,16 +341,27 @@ class EnvironmentActor:
         limit = started + getattr(self._deadlines, _key(what))
         self._doing, self._due = what, limit + CALL_GRACE
         self._limit.set(limit)
+        task, scopes = trio.lowlevel.current_task(), trio.lowlevel.current_task()._cancel_status
         try:
             with self._track.span(label or what):
-                return await function()
+                value = await function()
         finally:
             self._limit.moment = math.inf
             self._times.add(label or what, trio.current_time() - started)
+        if task._cancel_status is not scopes:  # it would be around all later calls, and what ends them outside of it
+            raise EnvironmentFailure(
+                "env_error",
+                f"{what} has left a nursery or a cancel scope open; close it in the call that opens it, or open it "
+                "in a task of your own (trio.lowlevel.spawn_system_task)",
+            )
+        return value
 
     def _too_late(self) -> None:
-        if trio.current_time() < self._due:
+        if not self._scope.cancel_called and self._call is not None and self._call.stage == "begun":
             self._scope.cancel()
+            # The whole process may have stood still: whatever the time is, what was never cancelled could not end.
+            self._due = max(self._due, trio.current_time() + CALL_GRACE)
+        if trio.current_time() < self._due:
             self._limit.set(self._due)
         elif self._call is not None and not self.lost:
             self._lose(self._call)
@@ -368,6 +388,10 @@ class EnvironmentActor:
             self._note(f"{environment.name}.close failed: {cause}")
         finally:
             self._times.add("close", trio.current_time() - started)
+
+
+def _over(what: str) -> EnvironmentFailure:
+    return EnvironmentFailure("agent_error", f"{what} was called in an attempt that is over")
 
 
 def _key(what: str) -> str:

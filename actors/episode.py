@@ -261,7 +261,9 @@ class EpisodeSlots:
         """The episode, or what it was lost by."""
         started = trio.current_time()
         scope = trio.CancelScope(deadline=started + self._rules.episode_timeout)
-        generator = Generator(self._sampler, requests, attempt.seed, scope, track, flow_of(attempt))
+        # The draws of evaluation are other tasks under the same numbers, and nothing trains them.
+        flows = (flow_of(attempt),) if self._kind == "training" else ()
+        generator = Generator(self._sampler, requests, attempt.seed, scope, track, flows)
         episode: Episode | None = None
         error: BaseException | None = None
         with scope:
@@ -341,6 +343,7 @@ class EpisodeSlots:
         try:
             await self._threads.aside(play, lambda: CANCEL_PATIENCE, f"the agent of task {world.task.id!r}")
         except* StillRuns as left:
+            await world.close()  # it may go on to play in it, and the next attempt must not be the one it plays in
             raise EnvironmentFailure(
                 "agent_error",
                 f"the agent did not end when it was cancelled {CANCEL_PATIENCE:g} s ago and is left behind: "

@@ -5,6 +5,7 @@ under several weights, by several lives of a sampler.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import trio
@@ -25,7 +26,7 @@ class Generator:
         seed: of the attempt; with a token's position it decides the token.
         attempt_scope: what a failure of the sampler cancels, so that agent code never sees it.
         track: of the slot.
-        flow: joins the turns to the step that trains them.
+        flows: join the turns to the step that trains them.
 
     Attributes:
         failure: what the sampler could not do, if anything.
@@ -36,7 +37,7 @@ class Generator:
         "_attempt_scope",
         "_conversation",
         "_digest",
-        "_flow",
+        "_flows",
         "_reached",
         "_requests",
         "_rewrites",
@@ -55,7 +56,7 @@ class Generator:
         seed: int,
         attempt_scope: trio.CancelScope,
         track: Track = NO_TRACK,
-        flow: int = 0,
+        flows: Sequence[int] = (),
     ) -> None:
         self._sampler = sampler
         self._requests = requests
@@ -65,7 +66,7 @@ class Generator:
         self._reached = self._rewrites = 0
         self._attempt_scope = attempt_scope
         self._track = track
-        self._flow = flow
+        self._flows = flows
         self.failure: SamplerError | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self.seconds = 0.0
@@ -95,7 +96,7 @@ class Generator:
         generate = Generate(request, Reply())
         started = trio.current_time()
         try:
-            with self._track.span("generate", (self._flow,)):
+            with self._track.span("generate", self._flows):
                 await self._requests.send(generate)
                 turn = await generate.reply.wait()
             self._digest.update(turn.tokens.tobytes())

@@ -5,6 +5,7 @@ Knows no actor. Device threads and the heartbeat's thread log too; files and scr
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -31,10 +32,12 @@ class LogLines(logging.Handler):
         self._keep = keep
         self._thread = threading.get_ident()
         self._token = trio.lowlevel.current_trio_token()
-        self._over = False
+        self._captures = self._over = False
 
     def __enter__(self) -> "Self":
+        before = warnings.showwarning
         logging.captureWarnings(True)
+        self._captures = warnings.showwarning is not before  # else somebody else does, and goes on after this
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self)
         return self
@@ -43,11 +46,16 @@ class LogLines(logging.Handler):
         self._over = True
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(self)
-        logging.captureWarnings(False)
+        if self._captures:
+            logging.captureWarnings(False)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        text = self.format(record).rstrip()
+        try:
+            text = self.format(record).rstrip()
+        except Exception:  # arguments that do not fit the message
+            self.handleError(record)
+            return
         if threading.get_ident() == self._thread:
             self._write(self._note, text)
             return

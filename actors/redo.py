@@ -109,6 +109,7 @@ def resume(
         redo: whether a step over the same groups gives the same weights again; not so when the configuration changed.
     """
     saved = saved or BEGINNING
+    replay = _without_what_is_over(saved, replay) if replay.damaged else replay
     first_slot = first_step * groups_per_step
     end = sys.maxsize if max_steps is None else max_steps * groups_per_step
     slots = {open_.slot: open_ for open_ in saved.open if open_.slot >= first_slot} | replay.draws
@@ -124,6 +125,20 @@ def resume(
     )
     groups = tuple(group for group in groups if group.slot < end)
     return Resumed(position, groups, forgotten, replay.damaged)
+
+
+def _without_what_is_over(saved: SourcePosition, replay: Replay) -> Replay:
+    """No open slot gets a draw that the checkpoint knows to be trained or dropped: the log tells what was before."""
+    slots, draws, used = {each.slot for each in saved.open}, {each.draw for each in saved.open}, {*saved.used}
+
+    def over(slot: int, draw: int) -> bool:
+        return slot in slots and draw not in draws and (0 <= draw < saved.next_draw or draw in used)
+
+    return msgspec.structs.replace(
+        replay,
+        draws={slot: given for slot, given in replay.draws.items() if not over(slot, given.draw)},
+        groups=tuple(group for group in replay.groups if not over(group.slot, group.draw)),
+    )
 
 
 def _once_each(slots: Sequence[SlotDraw], groups: Sequence[Group]) -> Iterator[SlotDraw]:

@@ -130,7 +130,7 @@ def _dropped(lengths: Mapping[str, int]) -> str:
         if late + in_time:
             shares.append(f"{late:,} of {late + in_time:,} {name.replace('_', ' ')} an episode")
     late = sum(count for name, count in lengths.items() if name.startswith(LATE))
-    return f"{late:,} groups were dropped: {' · '.join(shares)}"
+    return f"{late:,} {'group was' if late == 1 else 'groups were'} dropped: {' · '.join(shares)}"
 
 
 def time_table(usage: Usage) -> list[str]:

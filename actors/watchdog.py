@@ -24,14 +24,15 @@ class Watchdog:
     """Watches one run of a graph.
 
     Every timer of the loop counts as a pending deadline, also one outside of the graph, since whoever wakes may do
-    anything. A task that wakes at regular times therefore keeps the watchdog from finding a stall.
+    anything. A task that wakes at regular times therefore keeps the watchdog from finding a stall, and an alarm of
+    `trouper.actors.alarms` delays it until it has rung: it outlives the call that it was set for.
 
     Args:
         name: the graph's.
         actors: by the name under which each runs, its channel ends.
         links: (source, target, label) of the graph's edges that never block.
         heartbeat: is beaten, so that code that blocks the loop is found too.
-        interval: seconds between two looks; a stall is found within two of them.
+        interval: seconds between two looks; a stall is found within two of them, once no timer is left.
         note: told what a person should read.
     """
 

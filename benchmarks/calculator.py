@@ -8,8 +8,8 @@ five steps has a mean of 0.65. Each round has its own seed, which draws the ques
 
 Both sides: the task of `calculator_task.py`, 4 prompts x 8 completions a step of at most 12 tokens, temperature 1,
 float32, AdamW 1e-5 (b2 0.95, decay 1e-4, norm 1), clip 0.2 / 0.28, one update a step, no KL term, loss averaged over
-the step's tokens, advantages divided by their group's standard deviation, and glibc told to keep freed memory. Clocks
-start with the process. What suits each:
+the step's tokens, advantages divided by their group's standard deviation. Clocks start with the process. Each once
+with glibc as it comes, as most users would, and once with glibc told to keep freed memory. What suits each:
 
 - ours: `max_staleness = 0` (on two cores a step gains less from overlap than it loses by learning from older samples),
   packed rows that just hold a group, compiled programs kept from a run before.
@@ -91,13 +91,16 @@ weight_decay = 1e-4
 save_interval_steps = 0
 """
 
-KEEP_FREED_MEMORY = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 35),
-    "MALLOC_TOP_PAD_": str(1 << 28),
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "as installed": {},
+    "memory kept": {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 35),
+        "MALLOC_TOP_PAD_": str(1 << 28),
+    },
 }
-"""Else glibc gives a step's large arrays back to the kernel and takes them anew, page by page."""
+"""Environments. As it comes glibc gives a step's large arrays back to the kernel and takes them anew, page by page."""
 
 
 class Questions:
@@ -166,12 +169,12 @@ class Learned(Struct):
 
 
 Side = Callable[..., Learned]
-"""Runs one side in an empty folder, on a seed: `side(folder, seed, quick=quick)`."""
+"""Runs one side in an empty folder, on a seed: `side(folder, seed, quick=quick)`, after a choice of `ALLOCATORS`."""
 
 COLUMNS = ("seconds", "first_step", "step", "steps", "cpu_seconds", "peak_rss_mib")
 
 
-def learn(command: Sequence[str | Path], metrics: Path, *, quick: bool) -> Learned:
+def learn(command: Sequence[str | Path], metrics: Path, allocator: str, *, quick: bool) -> Learned:
     """Run a side until it has learned, reading the steps that it appends to `metrics`, one JSON object a line."""
     here = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     times: list[float] = []
@@ -180,7 +183,7 @@ def learn(command: Sequence[str | Path], metrics: Path, *, quick: bool) -> Learn
     with tempfile.TemporaryFile("w+") as output:
         started = time.perf_counter()
         process = subprocess.Popen(
-            command, env=os.environ | KEEP_FREED_MEMORY | {"PYTHONPATH": here}, stdout=output, stderr=output
+            command, env=os.environ | ALLOCATORS[allocator] | {"PYTHONPATH": here}, stdout=output, stderr=output
         )
         try:
             while not _enough(reached, quick):
@@ -219,19 +222,20 @@ def _enough(reached: Sequence[float], quick: bool) -> bool:
     return len(reached) >= WINDOW and statistics.fmean(reached[-WINDOW:]) >= GOAL
 
 
-def ours(folder: Path, seed: int, *, quick: bool) -> Learned:
+def ours(allocator: str, folder: Path, seed: int, *, quick: bool) -> Learned:
     """Our side, as a user starts it."""
     config, run = folder / "one_turn.toml", folder / "run"
     config.write_text(CONFIG)
     command = [Path(sys.executable).with_name("trouper"), "train", config, "--run-dir", run]
-    return learn([*command, f"run.seed={seed}", f"tasks.arguments.seed={seed}"], run / "metrics.jsonl", quick=quick)
+    command += [f"run.seed={seed}", f"tasks.arguments.seed={seed}"]
+    return learn(command, run / "metrics.jsonl", allocator, quick=quick)
 
 
-def trl(python: str, folder: Path, seed: int, *, quick: bool) -> Learned:
+def trl(python: str, allocator: str, folder: Path, seed: int, *, quick: bool) -> Learned:
     """TRL, on the weights that ours are loaded from."""
     metrics = folder / "trl.jsonl"
     command = [python, PEER, resolve_model(MODEL), metrics, str(seed), str(MAX_STEPS)]
-    return learn(command, metrics, quick=quick)
+    return learn(command, metrics, allocator, quick=quick)
 
 
 def compare(sides: Mapping[str, Side], rounds: int, *, quick: bool) -> dict[str, list[Learned]]:
@@ -253,14 +257,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="seeds")
     parser.add_argument("--quick", action="store_true", help="two steps of one seed; nothing is learned")
     options = parser.parse_args()
-    sides: dict[str, Side] = {"trouper": ours}
+    sides: dict[str, Side] = {f"trouper, {allocator}": partial(ours, allocator) for allocator in ALLOCATORS}
     if options.trl:
-        sides["trl"] = partial(trl, options.trl)
+        sides |= {f"TRL, {allocator}": partial(trl, options.trl, allocator) for allocator in ALLOCATORS}
     else:
         print("without --trl PYTHON there is no side to compare with; see --help")
     if not options.quick:
         with tempfile.TemporaryDirectory() as folder:
-            ours(Path(folder), seed=0, quick=True)  # compiles what the cache does not hold yet
+            ours("as installed", Path(folder), seed=0, quick=True)  # compiles what the cache does not hold yet
     runs = compare(sides, 1 if options.quick else options.rounds, quick=options.quick)
     figures = {
         name: {field: [getattr(run, field) for run in done] for field in Learned.__struct_fields__}
@@ -270,9 +274,9 @@ def main() -> None:
     columns = ["side", "seconds", "first step", "seconds a step", "steps", "CPU seconds", "peak RSS, MiB"]
     rows = [[name, *(reporting.spread(each[field]) for field in COLUMNS)] for name, each in figures.items()]
     reporting.show(f"From the command to {what}", columns, rows)
-    if options.trl:
-        ratio = reporting.median_ratio(figures["trouper"]["seconds"], figures["trl"]["seconds"])
-        print(f"\ntrouper / TRL {ratio:.2f}")
+    for allocator in ALLOCATORS if options.trl else ():
+        here, there = (figures[f"{side}, {allocator}"]["seconds"] for side in ("trouper", "TRL"))
+        print(f"\ntrouper / TRL, {allocator}: {reporting.median_ratio(here, there):.2f}")
     if not options.quick:
         reporting.record("calculator", figures)
 

@@ -362,9 +362,9 @@ def main() -> None:
         sides["tunix"] = peer
     else:
         print("without --tunix PYTHON there is no side to compare with; see --help")
-    # So many that a slot plays eight or more; two where slots are many.
+    # So many that a slot plays eight or more (two where slots are thousands), under latency sixteen.
     instant = {8: 64} if options.quick else {8: 2000, 64: 2000, 512: 4096, 4096: 8192}
-    slow = {64: 64} if options.quick else {64: 512, 512: 4096}
+    slow = {64: 64} if options.quick else {64: 1024, 512: 8192}
     rounds = 1 if options.quick else options.rounds
     try:
         figures = {

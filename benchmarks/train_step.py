@@ -111,7 +111,8 @@ def torch_step(config: ModelConfig, lengths: Lengths) -> Callable[[], Any]:
             attn_implementation="sdpa",
         )
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, B2), weight_decay=0.0)
+    # Fused: as a loop over parameters, the default, it takes four times the time.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, B2), weight_decay=0.0, fused=True)
     group = make_group(config.vocab_size, lengths)
     tokens = torch.tensor(np.stack([episode.rows[0].tokens for episode in group.episodes]), dtype=torch.long)
     advantages = torch.tensor(group.advantages)[:, None]
@@ -179,7 +180,7 @@ def measure(config: ModelConfig, lengths: Lengths, rounds: int, others: bool) ->
         step()
     sides: dict[str, Callable[[], float]] = {name: lambda s=step: seconds_of(s) for name, step in steps.items()}  # type: ignore[misc]
     figures = in_turns({**sides, "products": multiply_rate()}, rounds)
-    best = statistics.median(figures["products"])
+    best = max(figures["products"])
     alone = lengths.padded * (lengths.padded + 1) // 2
     prompt, own = lengths.prompt, lengths.completion - 1
     all_padded = (MEMBERS * lengths.padded, MEMBERS * alone)

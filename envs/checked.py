@@ -20,23 +20,22 @@ class CheckedEnvironment:
     Args:
         environment: what the user wrote.
         invoke: runs its methods, plain or async.
+
+    Attributes:
+        judges: whether `score` asks the object; else it is what `step` gave.
     """
 
     def __init__(self, environment: Any, invoke: Invoke) -> None:
         self._environment = environment
         self._invoke = invoke
         self._steps = 0
+        self.judges = hasattr(environment, "reward")
         self._takes_seed = "seed" in inspect.signature(environment.reset).parameters
 
     @property
     def name(self) -> str:
         """What messages call it."""
         return type(self._environment).__qualname__
-
-    @property
-    def judges(self) -> bool:
-        """Whether `score` asks the object; else it is what `step` gave."""
-        return hasattr(self._environment, "reward")
 
     @property
     def tools(self) -> tuple[Tool, ...]:

@@ -6,6 +6,7 @@ heads, `K` key-value heads, `D` residual width, `S` cache slots, `C` cache posit
 """
 
 import math
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -243,6 +244,31 @@ class Block(nnx.Module):
         return self.mlp(x), (keys, values)
 
 
+# Layers differ in their arrays only: a block that is a function of them is traced once for all of them. The compiler
+# takes the calls apart again, so that nothing else changes.
+@partial(jax.jit, static_argnums=(0, 1))
+def _block(
+    remat: bool, graph: nnx.GraphDef[Block], state: Any, x: jax.Array, positions: jax.Array, mask: jax.Array
+) -> jax.Array:
+    def run(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x, positions, mask)
+
+    return (jax.checkpoint(run) if remat else run)(state, x)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _extend_block(
+    kv_length: int,
+    graph: nnx.GraphDef[Block],
+    state: Any,
+    x: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    slots: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return nnx.merge(graph, state).extend(x, cache, positions, slots, kv_length)
+
+
 class Decoder(nnx.Module):
     """A decoder-only language model.
 
@@ -283,9 +309,8 @@ class Decoder(nnx.Module):
             mask: bool [B, T, T], true where query (second axis) may look at key (third axis), which never comes later.
         """
         x = self.embed_tokens(tokens)
-        block = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for layer in self.layers:
-            x = block(layer, x, positions, mask)
+            x = _block(self.remat, *nnx.split(layer), x, positions, mask)
         hidden: jax.Array = self.norm(x)
         return hidden
 
@@ -307,7 +332,7 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens)
         extended: Cache = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = layer.extend(x, layer_cache, positions, slots, kv_length)
+            x, layer_cache = _extend_block(kv_length, *nnx.split(layer), x, layer_cache, positions, slots)
             extended.append(layer_cache)
         return self.norm(x), extended
 

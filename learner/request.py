@@ -15,8 +15,8 @@ Version: TypeAlias = tuple[int, int]
 MAX_STOPS = 8
 """How many stop ids a request may name."""
 
-# Below this the scaled logits lose their meaning in float32; who wants certainty asks for 0.
-_COLDEST = 1e-3
+# Below and above these the scaled logits lose their meaning in float32; who wants certainty asks for 0.
+_COLDEST, _HOTTEST = 1e-3, 1e6
 
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 
@@ -123,8 +123,10 @@ def check(request: Request, *, length: int, vocabulary: int) -> None:
     for stop in request.stop:
         if not 0 <= stop < vocabulary:
             raise SamplerError(f"stop ids {request.stop} are not all in the embedding table of {vocabulary} rows")
-    if not (sampling.temperature == 0 or _COLDEST <= sampling.temperature < float("inf")):
-        raise SamplerError(f"temperature is {sampling.temperature}; give 0 for greedy, or at least {_COLDEST}")
+    if not (sampling.temperature == 0 or _COLDEST <= sampling.temperature <= _HOTTEST):
+        raise SamplerError(
+            f"temperature is {sampling.temperature}; give 0 for greedy, or one from {_COLDEST} to {_HOTTEST:.0f}"
+        )
     if not 0 < sampling.top_p <= 1:
         raise SamplerError(f"top_p is {sampling.top_p}; it lies in (0, 1], and 1 keeps everything")
     if not 0 <= sampling.top_k < 2**31:

@@ -80,6 +80,8 @@ def _leading(scaled: jax.Array, weight: jax.Array, needed: jax.Array) -> jax.Arr
     # Unsigned numbers in the floats' order: negative ones have all their bits turned, the others their sign.
     bits = lax.bitcast_convert_type(jnp.where(scaled == 0, 0.0, scaled), jnp.uint32)
     keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    # What is no number comes first, whatever its sign (x86 gives it a minus): left out, it would go unnoticed.
+    keys = jnp.where(jnp.isnan(scaled), jnp.uint32(0xFFFFFFFF), keys)
 
     def reached(taken: jax.Array) -> jax.Array:
         return jnp.where(taken, weight, 0.0).sum(axis=-1) >= needed
@@ -124,7 +126,8 @@ def sample(
 
     Returns:
         ids int32 [S], and float32 [S] log-probs under the distribution each was drawn from: after temperature,
-        `vocab_limit`, top-k and top-p. A greedy id was certain: its log-prob is 0.
+        `vocab_limit`, top-k and top-p. A greedy id was certain: its log-prob is 0. It is NaN where the highest logit is
+        not finite, or a logit is no number.
     """
     slots, vocabulary = logits.shape
     if vocab_limit is not None and vocab_limit < vocabulary:
@@ -153,8 +156,10 @@ def sample(
     ids = block * width + _first_above(inner, inner_mass, jnp.minimum(uniform * total - before, ceiling))
 
     logprobs = _pick(scaled, ids) - highest[:, 0] - jnp.log(block_mass.sum(axis=-1))
+    # What is certain of the highest logit, unless that is no number.
+    certain = jnp.where(jnp.isfinite(highest[:, 0]), 0.0, jnp.nan)
     # Rounding can lift a near-certain id a hair above 0.
-    return ids, jnp.where(greedy, 0.0, jnp.minimum(logprobs, 0.0))
+    return ids, jnp.where(greedy, certain, jnp.minimum(logprobs, 0.0))
 
 
 def _block_count(vocabulary: int) -> int:

@@ -511,6 +511,115 @@ async def test_an_agent_that_does_not_end_loses_its_attempt_and_the_slot_goes_on
     assert f"{left}{hangs.__name__} (" in slots.notes[0]
 
 
+async def test_an_agent_that_was_left_behind_does_not_play_in_the_next_attempt(autojump_clock) -> None:
+    left, refused = [1], []
+
+    async def stays(world: Any) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(70.0)  # meanwhile the next attempt has begun
+            try:
+                await world.step("mine as well")
+            except EnvironmentFailure as failure:
+                refused.append(str(failure))
+
+    async def agent(talk: Any, world: Any) -> None:
+        await world.reset()
+        if left and left.pop():
+            await stays(world)
+        await trio.sleep(20.0)
+        await world.step("mine")
+
+    class Stepwise:
+        async def reset(self, task: Task) -> str:
+            return "a"
+
+        async def step(self, action: str) -> StepResult:
+            return StepResult("b", reward=1.0)
+
+    slots = Slots(Stepwise, agent, concurrency=1, episode_timeout=50.0)
+    (episode,) = await slots.play(0)
+    assert (episode.attempt.tries, episode.reward) == (1, 1.0)
+    assert refused == ["step was called in an attempt that is over"]
+    assert await stuck(10.0) == []
+
+
+async def test_a_call_that_hangs_is_left_behind_once_also_when_its_slots_begin_anew(autojump_clock) -> None:
+    release = trio.Event()
+
+    async def hang() -> None:
+        with trio.CancelScope(shield=True):
+            await release.wait()
+
+    fails = ["step"]
+    slots = Slots(lambda: Fails(fails.pop() if fails else "", hang), lasting, deadlines={"step_timeout": 100.0})
+    with trio.move_on_after(5.0):
+        await slots.play(0)
+    abandoned = [slots.slots._threads.abandoned]
+    (episode,) = await slots.play(1)  # over the deadline of the call that hangs
+    assert episode.reward == 1.0
+    abandoned.append(slots.slots._threads.abandoned)
+    release.set()
+    assert await stuck(10.0) == []
+    assert [*abandoned, slots.slots._threads.abandoned] == [1, 1, 0]
+
+
+async def lasting(talk: Any, world: Any) -> None:
+    await model_agent(talk, world)
+    await trio.sleep(200.0)
+
+
+async def test_calls_that_only_their_process_has_stopped_are_not_left_behind(autojump_clock) -> None:
+    left = 8
+
+    class Slow(Fails):
+        async def step(self, action: str) -> StepResult:
+            nonlocal left
+            if left:
+                left -= 1
+                await trio.sleep(10.0)
+            return await super().step(action)
+
+    slots = Slots(partial(Slow, "", broken), concurrency=8, deadlines={"max_abandoned_threads": 0})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(slots.play, *range(8)))
+        await trio.sleep(5.0)
+        autojump_clock.jump(500.0)  # Ctrl-Z, a debugger
+    assert slots.notes
+    assert not any("goes on although it was cancelled" in note for note in slots.notes)
+
+
+async def leaves_a_nursery(keep: contextlib.AsyncExitStack) -> None:
+    nursery = await keep.enter_async_context(trio.open_nursery())
+    nursery.start_soon(broken)
+
+
+async def leaves_a_scope(keep: contextlib.AsyncExitStack) -> None:
+    keep.enter_context(trio.CancelScope())
+
+
+@pytest.mark.parametrize("leaves", [leaves_a_nursery, leaves_a_scope])
+@pytest.mark.parametrize("where", ["reset", "step", "agent"])
+async def test_a_nursery_or_scope_that_is_left_open_costs_an_attempt(autojump_clock, leaves, where) -> None:
+    left, keep = [1], contextlib.AsyncExitStack()
+
+    async def once() -> None:
+        if left and left.pop():
+            await leaves(keep)
+
+    async def agent(talk: Any, world: Any) -> None:
+        if where == "agent":
+            await once()
+        await model_agent(talk, world)
+
+    slots = Slots(partial(Fails, where, once), agent)
+    (episode,) = await slots.play(0)
+    assert (episode.reward, episode.attempt.tries) == (1.0, 1)
+    if where == "agent":
+        assert "agent_error: RuntimeError: Cancel scope stack corrupted" in slots.notes[0]
+    else:
+        assert f"env_error: {where} has left a nursery or a cancel scope open" in slots.notes[0]
+
+
 async def test_environments_rewards_and_agents_that_hang_for_good_are_left_behind_and_bounded(autojump_clock) -> None:
     release = trio.Event()
 

@@ -1,6 +1,8 @@
 """`rollout.on_late = "drop"`: groups are trained in the order of completion, and what is too old by then is dropped."""
 
+import shutil
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,7 +14,7 @@ from trouper.actors.grouper import Grouper
 from trouper.actors.ledger import Ledger
 from trouper.actors.pacer import Pacer
 from trouper.actors.quarantine import Quarantine
-from trouper.actors.simulation import SimulatedAccelerator
+from trouper.actors.simulation import MemoryCheckpoints, SimulatedAccelerator
 from trouper.actors.source import Source
 from trouper.channels import Attempt, Channel, Group, Outcome, Task
 from trouper.envs import StepResult
@@ -127,6 +129,7 @@ def test_one_slow_task_holds_nobody_up_and_is_thrown_away_in_the_end(run_seeded,
     assert 0 not in draws
     assert sorted(draws) == list(range(1, 25))
     assert drops(drops_it) == 1
+    assert "late     1 group was dropped: 1 of " in (drops_it.directory / "log.txt").read_text()
     assert drops_it.seconds < waits.seconds + 5  # it is waited for once, in both
 
 
@@ -253,6 +256,36 @@ def test_killed_at_any_moment_and_resumed_what_was_logged_is_trained_as_it_was(r
         life = play(make_environment=environment, resume=life, kill_at=limit, **given)
     check(groups, life.config, None)
     assert list(life.metrics) == list(range(1, 9))
+
+
+class Compared(MemoryCheckpoints):
+    """Collects the draws that checkpoints know to be given and the log on the disk does not."""
+
+    def __init__(self, ledger: Path) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self.given: set[int] = set()
+        self.unknown: set[int] = set()
+
+    def save(self, step: int, tree: Any, meta: dict[str, Any], score: float | None) -> None:
+        super().save(step, tree, meta, score)
+        copied = Ledger(shutil.copytree(self._ledger, self._ledger.with_name(f"ledger at {step}")))
+        given = {draw for _, draw, _ in meta["source"]["open"]} - {-1}
+        self.given |= given
+        self.unknown |= given - copied.begin(0, 0).used
+        copied.close()
+
+
+def test_no_checkpoint_knows_more_than_the_log_which_a_resume_believes(run_seeded, play) -> None:
+    given = 0
+    for seed in range(8):
+        sections = quick("drop", num_generations=3, dynamic_sampling=True, max_redraws=9)
+        played = play(make_environment=heavy_tailed("lognormal"), checkpoint={"save_interval_steps": 1}, **sections)
+        played.checkpoints = Compared(played.directory / "ledger")
+        run_seeded(seed, played)
+        given += len(played.checkpoints.given)
+        assert not played.checkpoints.unknown
+    assert given > 50
 
 
 def logged(life: Any) -> dict[int, Any]:

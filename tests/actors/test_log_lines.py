@@ -67,3 +67,19 @@ async def test_a_log_that_cannot_be_written_does_not_fail_who_warns(kept, capsys
     with LogLines(full, kept.append):
         logging.getLogger("trouper").warning("something")
     assert "no space left on device" in capsys.readouterr().err
+
+
+async def test_arguments_that_do_not_fit_do_not_fail_who_warns(shown, kept, capsys):
+    with LogLines(shown.append, kept.append) as lines:
+        lines.handle(logging.makeLogRecord({"msg": "%d steps", "args": ("no",), "levelno": logging.WARNING}))
+    assert shown == []
+    assert "TypeError: %d format" in capsys.readouterr().err
+
+
+async def test_warnings_that_were_captured_before_are_so_afterwards(shown, kept):
+    for before in (True, False):
+        logging.captureWarnings(before)
+        takes = warnings.showwarning
+        with LogLines(shown.append, kept.append), LogLines(shown.append, kept.append):
+            pass
+        assert warnings.showwarning is takes

@@ -64,9 +64,13 @@ def test_what_does_not_fit_machine_mesh_or_model_is_refused(placement, mesh, sai
 
 def test_a_dry_run_counts_the_devices(tmp_path, capsys):
     path = tmp_path / "far.toml"
-    path.write_text(dump_config(configured({"trainer": [0], "sampler": [999]})))
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "a"}\n')
+    path.write_text(dump_config(configured({"trainer": [0], "sampler": [999]}, tasks={"source": str(tasks)})))
     assert main(["train", str(path), "--dry-run"]) == 2
-    assert "there is no device 999, JAX sees " in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "there is no device 999, JAX sees " in said.err
+    assert "episodes per step" in said.out  # for whoever plans a run on another machine
 
 
 def test_a_placement_is_written_down_and_loaded_back_equal(tmp_path):

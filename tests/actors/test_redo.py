@@ -107,6 +107,23 @@ def test_a_damaged_log_gives_no_task_to_two_slots(group) -> None:
     )
 
 
+def test_a_damaged_log_gives_no_task_again_that_the_checkpoint_knows_to_be_over(group) -> None:
+    """What told that slots 1 and 2 had changed tasks is lost, and so is what slots 4 and 5 were given later."""
+    saved = SourcePosition(6, (SlotDraw(2, 1, 0), SlotDraw(3, 3, 1), SlotDraw(4, 4, 0), SlotDraw(5, -1, 1)), (7,))
+    stale = msgspec.structs.replace(group(5, 1), draw=0)
+    replay = replayed([stale], draws=[(2, 2, 0), (3, 8, 2), (4, 7, 0), (5, 0, 0), (6, 5, 0)], used=[0, 2, 5, 7, 8])
+    found = resumed(saved, msgspec.structs.replace(replay, damaged=("damaged",)), first_step=1)
+    # Slot 6 lay beyond the steps of the life that wrote the checkpoint: of that it knows nothing.
+    assert found.position.open == (
+        SlotDraw(2, 1, 0),
+        SlotDraw(3, 8, 2),
+        SlotDraw(4, 4, 0),
+        SlotDraw(5, -1, 1),
+        SlotDraw(6, 5, 0),
+    )
+    assert found.groups == ()
+
+
 def test_void_slots_stay_void() -> None:
     void = Group(1, -1, (), np.zeros(0, np.float32), void="end_of_data")
     found = resumed(None, replayed([void]))

@@ -367,6 +367,8 @@ class TestRun:
         game = await play(held_out=stream(), evaluation=evaluation)()
         reading = read(game.directory / "trace.perfetto-trace")
         assert {span.name for span in reading.of("evaluation slot 0")} == {"attempt", "generate"}
+        assert not any(span.flows for span in reading.of("evaluation slot 0"))  # it is never trained
+        assert all(span.flows for span in reading.of("slot 0", "generate"))
         assert reading.parents["evaluation slot 0"] == "evaluation"
         assert reading.parents["slot 0"] == "episodes"
 

@@ -248,6 +248,8 @@ def test_a_context_of_one_token_and_one_that_fills_the_length() -> None:
         ({"sampling": Sampling(-1.0)}, "temperature is -1.0"),
         ({"sampling": Sampling(1e-4)}, "give 0 for greedy"),
         ({"sampling": Sampling(float("nan"))}, "temperature is nan"),
+        ({"sampling": Sampling(float("inf"))}, "temperature is inf"),
+        ({"sampling": Sampling(1e39)}, "temperature is 1e.39"),  # beyond float32, which the device gets
         ({"sampling": Sampling(top_p=0.0)}, "top_p is 0.0"),
         ({"sampling": Sampling(top_p=1.5)}, "top_p is 1.5"),
         ({"sampling": Sampling(top_k=-1)}, "top_k is -1"),
@@ -759,7 +761,9 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes() -> None:
     assert built.checksum() != before
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2)], ids=["free", "p", "k"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2), GREEDY], ids=["free", "p", "k", "greedy"]
+)
 def test_weights_that_overflow_end_the_run_by_name(sampling: Sampling) -> None:
     built = engine(weights=jax.tree.map(lambda leaf: leaf * jnp.nan, W0))
     built.submit(request(41, [1, 2, 3], sampling=sampling))

@@ -174,11 +174,19 @@ def test_what_is_kept_is_what_sorting_finds(seed: int, ties: int, hidden: bool) 
 
 
 @pytest.mark.parametrize("top", [(1.0, 0), (0.9, 0), (1.0, 2), (0.9, 2)])
-def test_a_logit_that_is_no_number_is_not_hidden_by_a_limit(top: tuple[float, int]) -> None:
-    logits = np.array([[1, 2, np.nan, 3]], np.float32)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_logit_that_is_no_number_is_not_hidden_by_a_limit(top: tuple[float, int], sign: int) -> None:
+    logits = np.array([[1, 2, np.copysign(np.nan, sign), 3]], np.float32)
     limits = (jnp.array([top[0]]), jnp.array([top[1]]))
     _, logprobs = sample(jnp.asarray(logits), jnp.array([0.5]), jnp.ones(1), limits)
     assert np.isnan(logprobs).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_a_greedy_slot_is_not_certain_of_logits_that_are_not_finite(bad: float) -> None:
+    logits = np.array([[1, 2, bad, 3], [bad] * 4, [1, 2, -np.inf, 3]], np.float32)
+    _, logprobs = sample(jnp.asarray(logits), jnp.full(3, 0.5), jnp.zeros(3))
+    assert np.isnan(logprobs).tolist() == [True, True, False]
 
 
 def test_a_slot_without_limits_draws_the_same_next_to_one_with_limits() -> None:
