@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="a few episodes, once")
     options = parser.parse_args()
-    sizes = {8: 64} if options.quick else {8: 2000, 64: 2000, 512: 4096}
+    sizes = {8: 64} if options.quick else {8: 2000, 64: 4000, 512: 16384}
     rows, figures = [], {}
     for concurrency, episodes in sizes.items():
         sides = {
