@@ -26,9 +26,10 @@ from tunix.rl.agentic.agents.model_agent import ModelAgent
 from tunix.rl.agentic.environments.base_environment import BaseTaskEnv, EnvStepResult
 from tunix.rl.agentic.pipeline.rollout_orchestrator import RolloutOrchestrator
 from tunix.rl.rollout.base_rollout import RolloutOutput
+from tunix_text import JoinedChat, SpecialIds
 
 
-class Characters:
+class Characters(SpecialIds):
     """A tokenizer of one id per byte."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
@@ -38,38 +39,6 @@ class Characters:
     def decode(self, ids: Any, **_: Any) -> str:
         """Text of ids."""
         return bytes(int(id) for id in ids).decode()
-
-    def dedup_bos_ids(self, ids: Any) -> Any:
-        """Nothing to drop."""
-        return ids
-
-    def bos_id(self) -> int:
-        """Of a character that no text holds."""
-        return 1
-
-    def eos_id(self) -> int:
-        """Of another."""
-        return 2
-
-    def pad_id(self) -> int:
-        """Of a third."""
-        return 0
-
-
-class JoinedChat:
-    """Messages one after another, as `PlainChat` writes them."""
-
-    assistant_token = ""
-
-    def parse(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = False, is_first_msg: bool = False
-    ) -> str:
-        """The text of a prompt."""
-        return "".join(message["content"] for message in messages)
-
-    def update_assistant_end_tokens(self, tokens: Any) -> tuple[Any, int]:
-        """Nothing is put after a turn."""
-        return tokens, 0
 
 
 def play(concurrency: int, episodes: int, law: str) -> dict[str, float]:

@@ -33,6 +33,7 @@ from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.agentic.agents.model_agent import ModelAgent
 from tunix.rl.agentic.environments.base_environment import BaseTaskEnv, EnvStepResult
 from tunix.rl.rollout import base_rollout, vanilla_rollout
+from tunix_text import JoinedChat, SpecialIds
 
 PROMPT, RESPONSE = 16, 64
 """Tokens of the prompt's bucket, and of an episode: four turns and the observations between them."""
@@ -44,7 +45,7 @@ PATIENCE = 60.0
 """Seconds without a step, the first one's compilation included, after which a run has stalled."""
 
 
-class Letters:
+class Letters(SpecialIds):
     """A tokenizer of one id per letter of the alphabet; what is not in it becomes its first letter."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
@@ -54,38 +55,6 @@ class Letters:
     def decode(self, ids: Any, **_: Any) -> str:
         """Text of ids."""
         return "".join(scene.ALPHABET[int(id) - 3] for id in ids if int(id) > 2)
-
-    def dedup_bos_ids(self, ids: Any) -> Any:
-        """Nothing to drop."""
-        return ids
-
-    def pad_id(self) -> int:
-        """Of padding."""
-        return 0
-
-    def bos_id(self) -> int:
-        """Of a beginning."""
-        return 1
-
-    def eos_id(self) -> int:
-        """Of an end."""
-        return 2
-
-
-class JoinedChat:
-    """Messages one after another."""
-
-    assistant_token = ""
-
-    def parse(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = False, is_first_msg: bool = False
-    ) -> str:
-        """The text of a prompt."""
-        return "".join(message["content"] for message in messages)
-
-    def update_assistant_end_tokens(self, tokens: Any) -> tuple[Any, int]:
-        """Nothing is put after a turn."""
-        return tokens, 0
 
 
 def room(law: str, mean: float) -> type[BaseTaskEnv]:
