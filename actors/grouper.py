@@ -169,16 +169,17 @@ class Grouper:
         if len(episodes) < self._needed:
             self.counts["dropped/lost"] += 1
             return None if self._reopened(slot, draw) else _void(slot, draw, "lost", lost)
-        if self._drop_late is not None:
-            late = not self._pacer.allows(self._drop_late.first_played(slot), oldest_version(episodes))
-            self.counts[f"{'late' if late else 'in_time'}/{_length(episodes)}"] += 1
-            if late:
-                self.counts["dropped/late"] += 1
-                return None if self._reopened(slot, draw, late=True) else _void(slot, draw, "late", lost)
+        drop_late = self._drop_late
+        if drop_late and not self._pacer.allows(drop_late.first_played(slot), oldest_version(episodes)):
+            self.counts["dropped/late"] += 1
+            self.counts[f"late/{_length(episodes)}"] += 1
+            return None if self._reopened(slot, draw, late=True) else _void(slot, draw, "late", lost)
         rewards = [episode.reward for episode in episodes]
         if self._dynamic_sampling and _without_signal(rewards) and self._reopened(slot, draw):
             self.counts["dropped/no_signal"] += 1
             return None
+        if drop_late:
+            self.counts[f"in_time/{_length(episodes)}"] += 1
         advantages = group_advantages(rewards, estimator=self._estimator, scale_rewards=self._scale_rewards)
         return Group(slot, draw, episodes, advantages, lost=lost)
 
