@@ -10,7 +10,7 @@ A call that cannot be cancelled takes the actor with it: it is `lost`, and whoev
 import copy
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -252,9 +252,13 @@ class EnvironmentActor:
         try:
             while True:
                 failure: EnvironmentFailure | None = None
-                # Trio raises it where a scope was left open; `_limited` has found that, or the call was given up.
-                with suppress(RuntimeError), trio.CancelScope() as self._scope:
-                    failure = await self._answer_calls()
+                try:
+                    with trio.CancelScope() as self._scope:
+                        failure = await self._answer_calls()
+                except RuntimeError:
+                    # Of Trio's, where a scope was left open: `_limited` has found that, or the call was given up.
+                    if failure is None and not self._scope.cancel_called:
+                        raise
                 call = self._call
                 if call is None:
                     continue
@@ -291,12 +295,9 @@ class EnvironmentActor:
 
     async def _answer(self, call: _Call) -> EnvironmentFailure | None:
         failure: EnvironmentFailure | None = None
-        doing = call.what
         try:
             if self._environment is None:
-                doing = "create"
                 await self._create()
-                doing = call.what
             value = None
             if call.what != "prepare":  # which asks for nothing more than being there
                 function = partial(getattr(self._environment, call.what), *call.arguments)
@@ -310,7 +311,7 @@ class EnvironmentActor:
             if isinstance(error, EnvironmentFailure):
                 failure = error
             else:
-                failure = EnvironmentFailure("env_error", f"{doing}: {type(error).__name__}: {error}")
+                failure = EnvironmentFailure("env_error", f"{self._doing}: {type(error).__name__}: {error}")
                 failure.__cause__ = error
         return failure
 

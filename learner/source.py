@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -122,11 +123,18 @@ def _cached(file: Path, cache_dir: Path | None) -> Path:
     if cache_dir is None:
         home = os.environ.get("XDG_CACHE_HOME")
         cache_dir = (Path(home) if home else Path.home() / ".cache") / "trouper" / "models"
+    stat = file.stat()
+    return cache_dir / f"{file.stem}-{_digest(file.resolve(), stat.st_size, stat.st_mtime_ns)}"
+
+
+@cache
+def _digest(file: Path, size: int, modified: int) -> str:
+    """Of what is in a file that has this size and was modified then: a start asks more than once."""
     digest = hashlib.blake2b(str(_CONVERSION).encode(), digest_size=8)
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
             digest.update(block)
-    return cache_dir / f"{file.stem}-{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def _from_hub(repository: str) -> Path:
